@@ -1,0 +1,32 @@
+"""Exact decoding with a KV cache whose cells lie partly in host memory.
+
+Here are the names that most programs need. The loop is in `kvjax.generate`, models,
+checkpoints and tokenizers are in `kvjax.model`. Importing kvjax starts no backend.
+"""
+
+from kvjax.cache.state import Cache, LayerCells, cache_bytes, reset
+from kvjax.config import CacheConfig, RingConfig
+from kvjax.delivery.allocate import footprint, init_cache
+from kvjax.delivery.placement import Placement, device_bytes, make_mesh
+from kvjax.delivery.ring import Ring, RingStats
+from kvjax.installation import __version__, info
+from kvjax.model.attention import Step
+
+__all__ = [
+    "Cache",
+    "CacheConfig",
+    "LayerCells",
+    "Placement",
+    "Ring",
+    "RingConfig",
+    "RingStats",
+    "Step",
+    "__version__",
+    "cache_bytes",
+    "device_bytes",
+    "footprint",
+    "info",
+    "init_cache",
+    "make_mesh",
+    "reset",
+]

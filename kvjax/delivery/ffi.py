@@ -1,0 +1,288 @@
+"""The native ops: the libraries, and one wrapper an op. Contracts: ops/*.h.
+
+begin, append and attend each run in a `shard_map` that is manual over all mesh axes, so
+every device drives its own ring over its own heads. The ticket orders the calls.
+"""
+
+import ctypes
+import functools
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, UInt32
+
+from kvjax.cache.state import LayerCells
+from kvjax.delivery.placement import Placement
+from kvjax.shapes import BLOCK
+
+LIBRARIES = {"cpu": "libkvjax_cpu.so", "CUDA": "libkvjax_cuda.so"}
+ABI = 1  # of the C symbols that ring.py calls; module.h says the same
+NO_WINDOW = 0
+MAX_SPLIT_ROWS = 64  # query rows of a kv head up to which a launch splits by blocks
+
+
+def library_path(platform: str) -> Path | None:
+    """The built library of "cpu" or "CUDA", or None: in the package, else as installed."""
+    name = LIBRARIES[platform]
+    places = [Path(__file__).resolve().parents[1] / "lib" / name]
+    try:
+        places.append(Path(metadata.distribution("kvjax").locate_file(f"kvjax/lib/{name}")))
+    except metadata.PackageNotFoundError:
+        pass
+    return next((place for place in places if place.exists()), None)
+
+
+@functools.cache
+def library(platform: str) -> ctypes.CDLL | None:
+    """Loads a library once, checks it and registers its ops; None if it isn't built.
+
+    Raises:
+      ValueError: the library was built for another kvjax or a newer jaxlib.
+    """
+    path = library_path(platform)
+    if path is None:
+        return None
+    lib = ctypes.CDLL(str(path))
+    found = lib.kvjax_abi()
+    if found != ABI:
+        raise ValueError(f"{path} has ABI {found}, kvjax needs {ABI}: rebuild it (README)")
+    built, runs = lib.kvjax_ffi_minor(), _runtime_ffi_minor()
+    if built > runs:
+        raise ValueError(
+            f"{path} was built for XLA FFI 0.{built}, jaxlib {jax.lib.__version__} has "
+            f"0.{runs}: rebuild it against this jaxlib or an older one (README)"
+        )
+    for op, stages in OPS.items():
+        if not hasattr(lib, f"kvjax_{op}"):
+            continue
+        target = {
+            stage: jax.ffi.pycapsule(getattr(lib, f"kvjax_{op}{suffix}"))
+            for stage, suffix in stages.items()
+            if hasattr(lib, f"kvjax_{op}{suffix}")
+        }
+        jax.ffi.register_ffi_target(f"kvjax_{op}_{ABI}", target, platform=platform)
+    return lib
+
+
+OPS = {
+    "begin": {"initialize": "_initialize", "execute": ""},
+    "append": {"execute": ""},
+    "attend_ring": {"execute": ""},
+    "attend_device": {"execute": ""},
+}
+
+
+def _runtime_ffi_minor() -> int:
+    version = tuple(int(n) for n in jax.lib.__version__.split(".")[:3])
+    return 4 if version >= (0, 11, 2) else 3
+
+
+def require(platform: str) -> ctypes.CDLL:
+    """The library of a jax platform ("cpu", "gpu", "cuda"), or a clear error.
+
+    Raises:
+      ValueError: it isn't built, or kvjax has none for this platform.
+    """
+    name = {"cpu": "cpu", "gpu": "CUDA", "cuda": "CUDA"}.get(platform)
+    if name is None:
+        raise ValueError(
+            f"kvjax has no native ops for platform {platform!r}; "
+            "use Placement(backend='reference')"
+        )
+    lib = library(name)
+    if lib is None:
+        raise ValueError(
+            f"{LIBRARIES[name]} is not built. Install with `pip install .` on a machine "
+            f"with {'a CUDA compiler (nvcc)' if name == 'CUDA' else 'a C++ compiler'}, or "
+            "use Placement(backend='reference'), plain JAX"
+        )
+    return lib
+
+
+def _call(op: str, results, aliases: dict[int, int], operands, **attrs):
+    call = jax.ffi.ffi_call(
+        f"kvjax_{op}_{ABI}",
+        results,
+        input_output_aliases=aliases,
+        has_side_effect=op == "begin",
+    )
+    return call(*operands, **attrs)
+
+
+def _result(x: Array, shape: tuple[int, ...] | None = None):
+    return jax.ShapeDtypeStruct(x.shape if shape is None else shape, x.dtype)
+
+
+def _manual(placement: Placement, f, in_specs, out_specs):
+    return jax.shard_map(
+        f, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+def _workspace(q: Array, cells: Array, value_dim: int) -> jax.ShapeDtypeStruct:
+    """Where attend_device keeps each block's result (values, m, sum) until it is folded.
+
+    Many query rows fold in registers and need none; ops/attention.cu has the same rule.
+    """
+    num_seqs, width, num_heads, _ = q.shape
+    blocks = num_seqs * cells.shape[1] // BLOCK
+    few_rows = width * num_heads <= MAX_SPLIT_ROWS * cells.shape[2]
+    floats = blocks * width * num_heads * (value_dim + 2) if few_rows else 1
+    return jax.ShapeDtypeStruct((floats,), jnp.float32)
+
+
+def begin(
+    placement: Placement,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    stamp: UInt32[Array, "devices 2"],
+    layers: tuple[LayerCells, ...],
+    attends: tuple[tuple[int, int | None], ...],
+) -> tuple[Int[Array, "B T"], Int[Array, " devices"], UInt32[Array, "devices 2"]]:
+    """Tells every device's ring that a step starts, and plans its deliveries.
+
+    The step's only host wait: it brings `lengths` and `stamp` to the host.
+
+    Args:
+      placement: Static facts.
+      tokens: The step's tokens. They pass through, so that XLA schedules begin first.
+      lengths: Cells that each sequence holds before the step.
+      stamp: Of the step before, or 0.
+      layers: All layers' cells; begin takes the tails' addresses.
+      attends: (layer, window) of each attend to come, in order, repeats included.
+
+    Returns:
+      The tokens, the ticket that the step's calls pass on, and the step's stamp.
+    """
+    tails = [i for i, cells in enumerate(layers) if cells.tail is not None]
+    attrs = dict(
+        ring_id=np.int64(placement.ring_id),
+        tail_layers=np.array(tails, np.int64),
+        first_cells=np.array(
+            [placement.config.layer_device_cells[i] for i in tails], np.int64
+        ),
+        attend_layers=np.array([layer for layer, _ in attends], np.int64),
+        attend_windows=np.array([w or NO_WINDOW for _, w in attends], np.int64),
+    )
+
+    def local(tokens, lengths, stamp, *tails):
+        results = (
+            _result(tokens),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+            _result(stamp),
+        )
+        return _call("begin", results, {0: 0}, (tokens, lengths, stamp, *tails), **attrs)
+
+    each = placement.device_spec
+    call = _manual(
+        placement,
+        local,
+        in_specs=(P(), P(), each, *[placement.head_spec] * len(tails)),
+        out_specs=(P(), each, each),
+    )
+    return call(tokens, lengths, stamp, *[layers[i].tail for i in tails])
+
+
+def append(
+    placement: Placement,
+    cells: Float[Array, "B S K R"],
+    rows: Float[Array, "B T K R"],
+    where: Int[Array, "B T"],
+    ticket: Int[Array, " devices"],
+) -> Float[Array, "B S K R"]:
+    """Writes rows into one part of a layer, in place if the outermost jit donates it.
+
+    Args:
+      placement: Static facts.
+      cells: A layer's device cells or its tail. Aliased to the result.
+      rows: The step's rows.
+      where: Cell of each row within this part; -1 drops the row.
+      ticket: Orders this call behind begin and earlier attends.
+    """
+    is_tail = jax.typeof(cells).memory_space == jax.memory.Space.Host
+    attrs = dict(ring_id=np.int64(placement.ring_id), is_tail=np.bool_(is_tail))
+
+    def local(cells, rows, where, ticket):
+        result = jax.typeof(cells)  # carries the host memory space
+        return _call("append", result, {0: 0}, (cells, rows, where, ticket), **attrs)
+
+    heads = placement.head_spec
+    call = _manual(
+        placement,
+        local,
+        in_specs=(heads, heads, P(), placement.device_spec),
+        out_specs=heads,
+    )
+    return call(cells, rows, where, ticket)
+
+
+def attend(
+    placement: Placement,
+    layer: int,
+    q: Float[Array, "B T N H"],
+    rows: Float[Array, "B T K R"],
+    cells: LayerCells,
+    lengths: Int[Array, " B"],
+    where: Int[Array, "B T"],
+    ticket: Int[Array, " devices"],
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> tuple[Float[Array, "B T N Hv"], Int[Array, " devices"]]:
+    """Exact attention over a layer's cells and the step's rows.
+
+    A query sees the sequence's cells below `lengths` but those in `where`, and of the
+    step's rows those at its own place or earlier that aren't dropped.
+
+    Args:
+      placement: Static facts.
+      layer: Which layer; with `window`, what begin listed.
+      q: Queries, RoPE applied, float32 or bfloat16. The result has their dtype.
+      rows: The step's rows, as encoded.
+      cells: The layer's parts, after append.
+      lengths: Cells that each sequence holds before the step.
+      where: Logical cell of each row; -1 = dropped, and the query's result is 0. At or
+        beyond the capacity: NaN for that sequence.
+      ticket: Of begin or the attend before. Aliased to the second result.
+      scale: Of the scores, usually H ** -0.5.
+      window: A query at cell p sees cells above p - window only.
+      soft_cap: Scores become soft_cap * tanh(score / soft_cap).
+    """
+    parts = [part for part in cells if part is not None]
+    value_dim = placement.config.value_dim
+    attrs = dict(
+        scale=np.float32(scale),
+        soft_cap=np.float32(soft_cap or 0.0),
+        window=np.int64(window or NO_WINDOW),
+        value_dim=np.int64(value_dim),
+    )
+    if cells.tail is None:
+        op = "attend_device"
+    else:
+        op = "attend_ring"
+        attrs |= dict(
+            ring_id=np.int64(placement.ring_id),
+            layer=np.int64(layer),
+            device_cells=np.int64(placement.config.layer_device_cells[layer]),
+        )
+
+    def local(q, rows, lengths, where, ticket, *parts):
+        results = [_result(q, (*q.shape[:3], value_dim)), _result(ticket)]
+        if cells.tail is None:
+            results.append(_workspace(q, parts[0], value_dim))
+        operands = (q, rows, lengths, where, ticket, *parts)
+        return tuple(_call(op, results, {4: 1}, operands, **attrs)[:2])
+
+    heads, each = placement.head_spec, placement.device_spec
+    call = _manual(
+        placement,
+        local,
+        in_specs=(heads, heads, P(), P(), each, *[heads] * len(parts)),
+        out_specs=(heads, each),
+    )
+    return call(q, rows, lengths, where, ticket, *parts)

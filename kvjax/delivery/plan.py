@@ -1,0 +1,70 @@
+"""Whether a cache gets a ring, and of how many slots: a plan, or a decline with numbers."""
+
+from typing import NamedTuple
+
+from kvjax.cache.state import layer_bytes
+from kvjax.config import RingConfig
+from kvjax.delivery.placement import Placement
+from kvjax.shapes import BLOCK
+
+MIN_SLOTS = 3  # the one being read and a margin of two (ops/ring.h: kMinSlots)
+
+
+class Slots(NamedTuple):
+    """A device's ring: `num_slots` slots of `slot_bytes`, outside XLA's memory."""
+
+    num_slots: int
+    slot_bytes: int
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.num_slots * self.slot_bytes
+
+
+class Decline(NamedTuple):
+    """Why a device gets no ring; the same bits come by the ordered path."""
+
+    reason: str
+
+
+def plan_ring(placement: Placement, config: RingConfig) -> Slots | Decline:
+    """Decides before anything is allocated. No more slots than the device's tail fills.
+
+    Raises:
+      ValueError: a slot does not hold one block of cells.
+    """
+    tails = [
+        layer_bytes(placement.config, layer, placement.local_heads)[1]
+        for layer in range(placement.config.num_layers)
+    ]
+    if not any(tails):
+        return Decline("all cells lie on the device")
+    check_slot(placement, config.slot_bytes)
+    if config.depth == 0:
+        return Decline("depth is 0")
+    if config.budget == 0:
+        return Decline("budget_bytes is 0")
+    useful = sum(-(-tail // config.slot_bytes) for tail in tails)
+    allowed = config.budget // config.slot_bytes
+    if allowed < MIN_SLOTS:
+        return Decline(
+            f"a ring needs {MIN_SLOTS} slots of {config.slot_bytes} bytes, "
+            f"{MIN_SLOTS * config.slot_bytes} in all, budget_bytes allows {config.budget}"
+        )
+    return Slots(max(MIN_SLOTS, min(allowed, useful)), config.slot_bytes)
+
+
+def check_slot(placement: Placement, slot_bytes: int) -> None:
+    """Raises ValueError unless a slot holds one block of a device's heads."""
+    block_bytes = smallest_slot(placement)
+    if slot_bytes < block_bytes:
+        raise ValueError(
+            f"slot_bytes must hold one block of {BLOCK} cells, {block_bytes} bytes of "
+            f"this cache, got {slot_bytes}"
+        )
+
+
+def smallest_slot(placement: Placement) -> int:
+    """Bytes of one block of one sequence on one device."""
+    config = placement.config
+    return BLOCK * placement.local_heads * config.record_size * config.itemsize

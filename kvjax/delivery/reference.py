@@ -1,0 +1,105 @@
+"""Append and attend in plain JAX: the oracle, and a backend for platforms without ours.
+
+Moves a whole tail to the device in every step, as XLA alone would. Same results as the
+native backend within rounding, not to the bit.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.formats import decode
+from kvjax.cache.state import LayerCells
+from kvjax.config import CacheConfig
+
+
+def append(
+    cells: Float[Array, "B S K R"], rows: Float[Array, "B T K R"], where: Int[Array, "B T"]
+) -> Float[Array, "B S K R"]:
+    """Writes each row to the cell that `where` names; -1 and beyond S drop it."""
+    on_host = _is_host(cells)
+    if on_host:
+        cells = jax.device_put(cells, jax.memory.Space.Device)
+    num_cells = cells.shape[1]
+    cell = jnp.where(where < 0, num_cells, where)
+    sequence = jnp.arange(cells.shape[0])[:, None]
+    cells = cells.at[sequence, cell].set(rows, mode="drop")
+    return jax.device_put(cells, jax.memory.Space.Host) if on_host else cells
+
+
+def attend(
+    config: CacheConfig,
+    q: Float[Array, "B T N H"],
+    rows: Float[Array, "B T K R"],
+    cells: LayerCells,
+    lengths: Int[Array, " B"],
+    where: Int[Array, "B T"],
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Float[Array, "B T N Hv"]:
+    """Attention as the native attend defines it (delivery/ffi.py), softmax in float32."""
+    k_new, v_new = decode(config, rows)
+    k_old, v_old = decode(config, _join(cells))
+    k = jnp.concatenate([k_old, k_new], axis=1).astype(jnp.float32)
+    v = jnp.concatenate([v_old, v_new], axis=1).astype(jnp.float32)
+    num_cells = k_old.shape[1]
+    seen = visible(lengths, where, num_cells, window)  # [B, T, S + T]
+    v = jnp.where(seen.any(axis=1)[:, :, None, None], v, 0)
+    k = jnp.where(seen.any(axis=1)[:, :, None, None], k, 0)
+
+    num_seqs, num_new, num_heads, head_dim = q.shape
+    group = num_heads // k.shape[2]
+    qg = q.astype(jnp.float32).reshape(num_seqs, num_new, k.shape[2], group, head_dim)
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", qg, k, precision="highest") * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    mask = seen[:, None, None]
+    scores = jnp.where(mask, scores, -jnp.inf)
+    best = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(best), best, 0.0))
+    total = weights.sum(axis=-1, keepdims=True)
+    weights = weights / jnp.where(total == 0, 1, total)
+    out = jnp.einsum("BKGTS,BSKH->BTKGH", weights, v, precision="highest")
+    out = out.reshape(num_seqs, num_new, num_heads, v.shape[-1])
+    overflow = (where >= num_cells).any(axis=1)[:, None, None, None]
+    return jnp.where(overflow, jnp.nan, out).astype(q.dtype)
+
+
+def visible(
+    lengths: Int[Array, " B"], where: Int[Array, "B T"], num_cells: int, window: int | None
+) -> Array:
+    """Which stored cells (S of them), then which new rows (T), each query sees [B, T, S+T].
+
+    With lengths [3], S = 6, where [[3, 4]] and no window:
+
+        query 0:  111000 10
+        query 1:  111000 11
+    """
+    cell = jnp.arange(num_cells)
+    stored = cell[None, :] < lengths[:, None]  # [B, S]
+    replaced = (where[:, :, None] == cell).any(axis=1)  # [B, S]
+    stored = jnp.broadcast_to(
+        (stored & ~replaced)[:, None], (*where.shape, num_cells)
+    )
+    new = (where[:, None, :] <= where[:, :, None]) & (where[:, None, :] >= 0)
+    place = jnp.concatenate(
+        [jnp.broadcast_to(cell, stored.shape), jnp.broadcast_to(where[:, None], new.shape)],
+        axis=-1,
+    )
+    seen = jnp.concatenate([stored, new], axis=-1) & (where >= 0)[:, :, None]
+    return seen if window is None else seen & (place > where[:, :, None] - window)
+
+
+def _join(cells: LayerCells) -> Float[Array, "B S K R"]:
+    parts = [
+        jax.device_put(part, jax.memory.Space.Device) if _is_host(part) else part
+        for part in cells
+        if part is not None
+    ]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def _is_host(x: Array) -> bool:
+    return jax.typeof(x).memory_space == jax.memory.Space.Host

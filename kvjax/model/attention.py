@@ -1,0 +1,125 @@
+"""One step over a cache, as a model's author sees it: begin, attend in each layer, end.
+
+    tokens, step = Step.begin(placement, cache, tokens, num_new)
+    for i, layer in enumerate(layers):
+        ... step.attend(i, q, k, v, scale=scale) ...
+    cache = step.end()
+
+All of it is traced inside the caller's jit, which donates the cache.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.formats import encode
+from kvjax.cache.state import Cache, LayerCells
+from kvjax.delivery import ffi, reference
+from kvjax.delivery.placement import Placement
+
+
+class Step:
+    """The books of one step while it is traced; holds no state between traces.
+
+    Attributes:
+      positions: Place of each new token in its sequence [B, T], int32, also of dropped ones.
+    """
+
+    def __init__(self, placement: Placement, cache: Cache, num_new: Int[Array, " B"], width: int):
+        offset = jnp.arange(width, dtype=jnp.int32)[None]
+        self.placement = placement
+        self.positions = cache.lengths[:, None] + offset
+        self._where = jnp.where(offset < num_new[:, None], self.positions, -1)
+        self._layers = list(cache.layers)
+        self._lengths = cache.lengths
+        self._num_new = num_new
+        self._stamp = cache.stamp
+        self._ticket = None
+
+    @classmethod
+    def begin(
+        cls,
+        placement: Placement,
+        cache: Cache,
+        tokens: Int[Array, "B T"],
+        num_new: Int[Array, " B"] | None = None,
+        attends: tuple[tuple[int, int | None], ...] | None = None,
+    ) -> tuple[Int[Array, "B T"], "Step"]:
+        """Starts a step.
+
+        Args:
+          placement: Of this cache.
+          cache: The cache as it was before the step.
+          tokens: The step's tokens, each sequence's own from the left.
+          num_new: How many of the T tokens each sequence really has; None = all.
+          attends: (layer, window) of each attend to come; None = each layer once, no window.
+
+        Returns:
+          The tokens to embed (use these: they order begin before everything) and the step.
+        """
+        num_seqs, width = tokens.shape
+        if num_new is None:
+            num_new = jnp.full(num_seqs, width, jnp.int32)
+        step = cls(placement, cache, num_new, width)
+        if attends is None:
+            attends = tuple((i, None) for i in range(len(cache.layers)))
+        has_tail = any(cells.tail is not None for cells in cache.layers)
+        if placement.backend == "native":
+            if has_tail:
+                tokens, step._ticket, step._stamp = ffi.begin(
+                    placement, tokens, cache.lengths, cache.stamp, cache.layers, attends
+                )
+            else:
+                step._ticket = step._stamp[:, 0].astype(jnp.int32)
+        return tokens, step
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K Hv"],
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Float[Array, "B T N Hv"]:
+        """Encodes and appends the step's keys and values, then attends (delivery/ffi.py)."""
+        place = self.placement
+        rows = encode(place.config, place.expand_heads(k), place.expand_heads(v))
+        q, rows = (place.constrain(x, place.head_spec) for x in (q, rows))
+        cells = self._append(layer, rows)
+        self._layers[layer] = cells
+        if place.backend == "reference":
+            return reference.attend(
+                place.config, q, rows, cells, self._lengths, self._where,
+                scale=scale, window=window, soft_cap=soft_cap,
+            )  # fmt: skip
+        out, self._ticket = ffi.attend(
+            place, layer, q, rows, cells, self._lengths, self._where, self._ticket,
+            scale=scale, window=window, soft_cap=soft_cap,
+        )  # fmt: skip
+        return out
+
+    def _append(self, layer: int, rows: Float[Array, "B T K R"]) -> LayerCells:
+        """Writes the rows to the part that holds their cell: one call a part."""
+        on_device = self.placement.config.layer_device_cells[layer]
+        cells, where = self._layers[layer], self._where
+        in_device = jnp.where(where < on_device, where, -1)
+        in_tail = jnp.where(where >= on_device, where - on_device, -1)
+        return LayerCells(
+            device=self._append_part(cells.device, rows, in_device),
+            tail=self._append_part(cells.tail, rows, in_tail),
+        )
+
+    def _append_part(self, cells: Array | None, rows: Array, where: Array) -> Array | None:
+        if cells is None:
+            return None
+        if self.placement.backend == "reference":
+            return reference.append(cells, rows, where)
+        return ffi.append(self.placement, cells, rows, where, self._ticket)
+
+    def end(self) -> Cache:
+        """The cache after the step: lengths advanced, never past the capacity."""
+        capacity = self.placement.config.num_cells
+        lengths = jnp.minimum(self._lengths + self._num_new, capacity)
+        return Cache(tuple(self._layers), lengths, self._stamp)

@@ -1,0 +1,536 @@
+r"""A decoder of the Llama family in Flax NNX that reads its cache through a `Step`.
+
+    x --- norm --- q, kv --- rope --- attend --- o ---(+)--- norm --- mlp ---(+)--- x
+      \__________________________________________/  \_______________________/
+
+Weights are few and large, since every array costs a little in every dispatch. Matrix
+products take operands in the weights' dtype and return float32; what goes from block to
+block is rounded to the weights' dtype.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jaxtyping import Array, Float, Int, PyTree
+
+from kvjax.cache.state import Cache
+from kvjax.config import check_range
+from kvjax.delivery.placement import Placement, make_mesh
+from kvjax.model.attention import Step
+
+WEIGHT_DTYPES = ("bfloat16", "float32")
+SPLIT = "tp"  # what a parameter's spec calls the axis that splits it
+Rotation = tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's scaling of RoPE: long waves are stretched, short ones kept.
+
+    Attributes:
+      factor: By which frequencies are divided where they are low.
+      low_freq_factor: original_max_position / this = the wave length where low begins.
+      high_freq_factor: original_max_position / this = the wave length where high ends.
+      original_max_position: Context length before the scaling, tokens.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+    def __post_init__(self):
+        if not self.factor >= 1:
+            raise ValueError(f"factor must be at least 1, got {self.factor}")
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor must be above 0 and below high_freq_factor, got "
+                f"{self.low_freq_factor} and {self.high_freq_factor}"
+            )
+        check_range("original_max_position", self.original_max_position, 1, 1 << 30)
+
+    def divisors(self, frequencies: np.ndarray) -> np.ndarray:
+        """What each frequency (radians a token) is divided by, between 1 and factor.
+
+        The formula is that of Hugging Face transformers, modeling_rope_utils.py,
+        `_compute_llama3_parameters`.
+        """
+        waves = self.original_max_position * frequencies / (2 * np.pi)
+        smooth = (waves - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        smooth = np.clip(smooth, 0, 1)
+        return 1 / ((1 - smooth) / self.factor + smooth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What a model computes.
+
+    Attributes:
+      num_layers: L.
+      num_heads: N, query heads.
+      num_kv_heads: K; divides N.
+      head_dim: H, even.
+      width: D.
+      mlp_width: F.
+      vocab_size: V.
+      rope_theta: Base of the RoPE frequencies.
+      rope_scaling: Llama 3's parameters, or a divisor for each of the H / 2 frequencies
+        (as GGUF files hold them), or None.
+      norm_eps: Added to the mean square in every norm.
+      tied: The head is the embedding.
+      qkv_bias: q, k and v have a bias (Qwen2).
+      qk_norm: q and k are normed by head before RoPE (Qwen3).
+      max_position: Tokens that the model was trained for.
+      end_tokens: Ids that end a text.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    width: int
+    mlp_width: int
+    vocab_size: int
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | tuple[float, ...] | None = None
+    norm_eps: float = 1e-5
+    tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    max_position: int = 8192
+    end_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        check_range("num_layers", self.num_layers, 1, 4096)
+        check_range("num_heads", self.num_heads, 1, 65536)
+        check_range("num_kv_heads", self.num_kv_heads, 1, self.num_heads)
+        check_range("head_dim", self.head_dim, 2, 256)
+        check_range("width", self.width, 1, 1 << 20)
+        check_range("mlp_width", self.mlp_width, 1, 1 << 24)
+        check_range("vocab_size", self.vocab_size, 1, 1 << 24)
+        check_range("max_position", self.max_position, 1, 1 << 30)
+        for token in self.end_tokens:
+            check_range("end_tokens", token, 0, self.vocab_size - 1)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} "
+                f"and {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        if not self.rope_theta > 0 or not self.norm_eps >= 0:
+            raise ValueError(
+                f"rope_theta must be above 0 and norm_eps not below 0, got "
+                f"{self.rope_theta} and {self.norm_eps}"
+            )
+        if isinstance(self.rope_scaling, tuple) and (
+            len(self.rope_scaling) != self.head_dim // 2 or min(self.rope_scaling) <= 0
+        ):
+            raise ValueError(
+                f"rope_scaling must hold {self.head_dim // 2} divisors above 0, got "
+                f"{len(self.rope_scaling)}, the least {min(self.rope_scaling, default=0)}"
+            )
+
+    @classmethod
+    def of(cls, name: str) -> "ModelConfig":
+        """A published or test geometry by its name in `GEOMETRIES`."""
+        if name not in GEOMETRIES:
+            raise ValueError(f"geometry must be one of {list(GEOMETRIES)}, got {name!r}")
+        return GEOMETRIES[name]
+
+    @property
+    def frequencies(self) -> np.ndarray:
+        """RoPE frequencies [H / 2], float32, radians a token."""
+        plain = self.rope_theta ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
+        if self.rope_scaling is None:
+            divisors = np.ones_like(plain)
+        elif isinstance(self.rope_scaling, RopeScaling):
+            divisors = self.rope_scaling.divisors(plain)
+        else:
+            divisors = np.array(self.rope_scaling)
+        return (plain / divisors).astype(np.float32)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all weights."""
+        return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(Transformer(self))))
+
+
+LLAMA31_ROPE = RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
+)
+
+GEOMETRIES = {
+    "tiny": ModelConfig(
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        width=256,
+        mlp_width=512,
+        vocab_size=512,
+        tied=True,
+    ),
+    "sharded-demo": ModelConfig(
+        num_layers=4,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=64,
+        width=512,
+        mlp_width=1024,
+        vocab_size=1024,
+    ),
+    "smollm2-135m": ModelConfig(
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        width=576,
+        mlp_width=1536,
+        vocab_size=49152,
+        rope_theta=100_000.0,
+        tied=True,
+        end_tokens=(2,),
+    ),
+    "llama-3.1-8b": ModelConfig(
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        width=4096,
+        mlp_width=14336,
+        vocab_size=128256,
+        rope_theta=500_000.0,
+        rope_scaling=LLAMA31_ROPE,
+        max_position=131072,
+        end_tokens=(128001, 128008, 128009),
+    ),
+    "llama-3.1-70b": ModelConfig(
+        num_layers=80,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+        width=8192,
+        mlp_width=28672,
+        vocab_size=128256,
+        rope_theta=500_000.0,
+        rope_scaling=LLAMA31_ROPE,
+        max_position=131072,
+        end_tokens=(128001, 128008, 128009),
+    ),
+}
+
+
+def weight(
+    dtype: str,
+    *shape: int,
+    split: int | None = None,
+    mean: float = 0.0,
+    std: float,
+) -> nnx.Param:
+    """A parameter that holds its shape only; `fill` gives it an array.
+
+    Args:
+      dtype: Of the array.
+      *shape: Of the array.
+      split: The axis that tensor parallelism splits, where its size allows.
+      mean: Of random values.
+      std: Of random values.
+    """
+    spec = P(*(SPLIT if axis == split else None for axis in range(len(shape))))
+    return nnx.Param(
+        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)),
+        out_sharding=spec,
+        eager_sharding=False,
+        mean=mean,
+        std=std,
+    )
+
+
+class Layer(nnx.Module):
+    """One block: attention, then the gated mlp, each behind a norm and a residual."""
+
+    def __init__(self, config: ModelConfig, dtype: str):
+        D, N, K, H = config.width, config.num_heads, config.num_kv_heads, config.head_dim
+        F, eps = config.mlp_width, config.norm_eps
+        self.eps, self.scale = eps, H**-0.5
+        norm = dict(mean=1.0, std=0.1)
+        self.attn_norm = weight(dtype, D, **norm)
+        self.q = weight(dtype, D, N, H, split=1, std=D**-0.5)
+        self.kv = weight(dtype, D, 2, K, H, split=2, std=D**-0.5)
+        self.q_bias = self.kv_bias = self.q_norm = self.k_norm = None
+        if config.qkv_bias:
+            self.q_bias = weight(dtype, N, H, split=0, std=0.1)
+            self.kv_bias = weight(dtype, 2, K, H, split=1, std=0.1)
+        if config.qk_norm:
+            self.q_norm = weight(dtype, H, **norm)
+            self.k_norm = weight(dtype, H, **norm)
+        self.o = weight(dtype, N, H, D, split=0, std=(N * H) ** -0.5)
+        self.mlp_norm = weight(dtype, D, **norm)
+        self.gate_up = weight(dtype, D, 2, F, split=2, std=D**-0.5)
+        self.down = weight(dtype, F, D, split=0, std=F**-0.5)
+
+    def __call__(
+        self, index: int, x: Float[Array, "B T D"], rotation: Rotation, step: Step
+    ) -> Float[Array, "B T D"]:
+        y = rms_norm(x, self.attn_norm, self.eps).astype(x.dtype)
+        q, k, v = self.qkv(y)
+        q, k = rotate(q, rotation), rotate(k, rotation)
+        y = step.attend(index, q.astype(x.dtype), k, v, scale=self.scale)
+        x = add(x, gather("BTNH,NHD->BTD", y, self.o, step.placement))
+
+        y = rms_norm(x, self.mlp_norm, self.eps).astype(x.dtype)
+        gate_up = product("BTD,DCF->BTCF", y, self.gate_up)
+        y = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
+        return add(x, gather("BTF,FD->BTD", y.astype(x.dtype), self.down, step.placement))
+
+    def qkv(
+        self, x: Float[Array, "B T D"]
+    ) -> tuple[
+        Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]
+    ]:
+        """Queries, keys and values before RoPE, float32."""
+        q = product("BTD,DNH->BTNH", x, self.q)
+        kv = product("BTD,DCKH->BTCKH", x, self.kv)
+        if self.q_bias is not None:
+            q = q + self.q_bias[...].astype(jnp.float32)
+            kv = kv + self.kv_bias[...].astype(jnp.float32)
+        k, v = kv[:, :, 0], kv[:, :, 1]
+        if self.q_norm is not None:
+            q = rms_norm(q, self.q_norm, self.eps)
+            k = rms_norm(k, self.k_norm, self.eps)
+        return q, k, v
+
+
+class Transformer(nnx.Module):
+    """Embedding, layers, norm, head.
+
+    As constructed its parameters hold shapes only: `random_model` and `checkpoint.load`
+    return one with arrays.
+    """
+
+    def __init__(self, config: ModelConfig, *, dtype: str = "float32"):
+        if dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"dtype must be one of {WEIGHT_DTYPES}, got {dtype!r}")
+        V, D = config.vocab_size, config.width
+        self.config = config
+        self.embedding = weight(dtype, V, D, split=0, std=D**-0.5)
+        self.layers = nnx.List([Layer(config, dtype) for _ in range(config.num_layers)])
+        self.norm = weight(dtype, D, mean=1.0, std=0.1)
+        self.head = None if config.tied else weight(dtype, V, D, split=0, std=D**-0.5)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: Cache,
+        placement: Placement,
+        num_new: Int[Array, " B"] | None = None,
+        *,
+        logits: Literal["last", "all"] = "last",
+    ) -> tuple[Float[Array, "B *T V"], Cache]:
+        """One step: appends the tokens to the cache and returns the logits.
+
+        Args:
+          tokens: New tokens, each sequence's own from the left.
+          cache: Donate it in the outermost jit.
+          placement: Of the cache, on the mesh that the weights lie on.
+          num_new: How many of the T tokens each sequence really has; None = all.
+          logits: "last" = at each sequence's last real token (at its first, meaningless
+            one where it has none); "all" = at every token.
+
+        Returns:
+          Logits in float32, [B, V] or [B, T, V], on every device; and the cache.
+
+        Raises:
+          ValueError: the placement is not of this model, or `logits` is something else.
+        """
+        self._check(placement, logits)
+        tokens, step = Step.begin(placement, cache, tokens, num_new)
+        everywhere = placement.sharding(P())
+        x = self.embedding.at[tokens].get(out_sharding=everywhere)  # [B, T, D]
+        rotation = rotations(self.config, step.positions)
+        for index, layer in enumerate(self.layers):
+            x = layer(index, x, rotation, step)
+        if logits == "last":
+            x = last(x, num_new)
+        x = rms_norm(x, self.norm, self.config.norm_eps).astype(x.dtype)
+        head = self.embedding if self.head is None else self.head
+        return placement.constrain(product("...D,VD->...V", x, head), P()), step.end()
+
+    def _check(self, placement: Placement, logits: str) -> None:
+        if logits not in ("last", "all"):
+            raise ValueError(f'logits must be "last" or "all", got {logits!r}')
+        cfg, held = self.config, placement.config
+        wanted = (cfg.num_layers, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim)
+        got = (held.num_layers, placement.num_heads, held.num_kv_heads, held.head_dim)
+        if wanted != got or held.value_dim != cfg.head_dim:
+            raise ValueError(
+                f"the model has (layers, heads, kv heads, head size) {wanted}, the "
+                f"placement is of {got} with values of {held.value_dim}"
+            )
+
+
+def product(
+    dims: str, x: Array, w: nnx.Param, sharding: NamedSharding | None = None
+) -> Float[Array, "..."]:
+    """x times a weight in float32; true float32 (no TF32) where the weights are so."""
+    return jnp.einsum(
+        dims,
+        x,
+        w[...],
+        precision="highest" if w.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+        out_sharding=sharding,
+    )
+
+
+def gather(
+    dims: str, x: Array, w: nnx.Param, placement: Placement
+) -> Float[Array, "B T D"]:
+    """`product` over dimensions that devices share: summed over them, on every device."""
+    everywhere = placement.sharding(P())
+    return placement.constrain(product(dims, x, w, everywhere), P())
+
+
+def add(x: Float[Array, "B T D"], y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """x + y in float32, rounded once to x's dtype."""
+    return (x.astype(jnp.float32) + y).astype(x.dtype)
+
+
+def rms_norm(x: Float[Array, "*"], w: nnx.Param, eps: float) -> Float[Array, "*"]:
+    """x over the root of its mean square, times w; float32 (arXiv:1910.07467)."""
+    x = x.astype(jnp.float32)
+    square = jnp.mean(x * x, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(square + eps) * w[...].astype(jnp.float32)
+
+
+def rotations(config: ModelConfig, positions: Int[Array, "B T"]) -> Rotation:
+    """Cosine and sine of each position's angles, float32."""
+    angle = positions[:, :, None, None].astype(jnp.float32) * config.frequencies
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: Float[Array, "B T heads H"], rotation: Rotation) -> Float[Array, "B T heads H"]:
+    """RoPE: the first and the second half of a head are the two coordinates."""
+    cos, sin = rotation
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def last(x: Float[Array, "B T D"], num_new: Int[Array, " B"] | None) -> Float[Array, "B D"]:
+    """Each sequence's last real token."""
+    if num_new is None or x.shape[1] == 1:
+        return x[:, -1]
+    index = jnp.maximum(num_new - 1, 0)[:, None, None]
+    return jnp.take_along_axis(x, index, axis=1)[:, 0]
+
+
+class Skeleton(NamedTuple):
+    """A model without its arrays: hashable, static in a jit.
+
+    skeleton, leaves = split(model)
+    step = jax.jit(lambda leaves, ...: skeleton.merge(leaves)(...))
+    """
+
+    graphdef: nnx.GraphDef
+    tree: jax.tree_util.PyTreeDef
+
+    def merge(self, leaves: list[Array]) -> Transformer:
+        """The model with these arrays; call it inside the trace."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.tree, leaves))
+
+
+def split(model: Transformer) -> tuple[Skeleton, list[Array]]:
+    """Takes a model apart, once: a jit over plain arrays is dispatched fastest."""
+    graphdef, state = nnx.split(model)
+    leaves, tree = jax.tree.flatten(state)
+    return Skeleton(graphdef, tree), leaves
+
+
+def shardings(
+    model: Transformer | PyTree, mesh: Mesh, axis: str = "tp"
+) -> PyTree[NamedSharding]:
+    """Where each parameter lies: the model's state with a NamedSharding for each array.
+
+    q, kv and gate_up are split by column, o and down by row, embedding and head by
+    vocabulary. An array whose size doesn't divide lies whole on every device.
+
+    Args:
+      model: A model or its state.
+      mesh: The devices.
+      axis: The mesh axis to split over.
+
+    Raises:
+      ValueError: the mesh has no such axis.
+    """
+    if axis not in mesh.axis_names:
+        raise ValueError(f"axis must be one of {mesh.axis_names}, got {axis!r}")
+    state = nnx.state(model) if isinstance(model, nnx.Module) else model
+
+    def place(param: nnx.Param) -> nnx.Param:
+        divides = [size % mesh.shape[axis] == 0 for size in param.shape]
+        spec = P(*(axis if s and d else None for s, d in zip(param.out_sharding, divides)))
+        return param.replace(NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, nnx.Param))
+
+
+def fill(
+    model: Transformer,
+    mesh: Mesh,
+    axis: str,
+    make: Callable[[str, nnx.Param, NamedSharding], Array],
+) -> Transformer:
+    """A model with the arrays that `make(name, param, sharding)` returns, one by one."""
+    graphdef, state = nnx.split(model)
+    places = dict(nnx.to_flat_state(shardings(state, mesh, axis)))
+    filled = [
+        (path, p.replace(make(".".join(map(str, path)), p, places[path].get_value())))
+        for path, p in nnx.to_flat_state(state)
+    ]
+    return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def random_model(
+    config: ModelConfig,
+    seed: int = 0,
+    *,
+    dtype: str = "float32",
+    mesh: Mesh | None = None,
+    axis: str = "tp",
+) -> Transformer:
+    """A model of random weights, made on the devices, the same for every mesh.
+
+    Args:
+      config: Its geometry.
+      seed: Of the weights.
+      dtype: "float32" or "bfloat16".
+      mesh: The cache's mesh; None = one device.
+      axis: The mesh axis to split over.
+    """
+    mesh = make_mesh() if mesh is None else mesh
+    key, index = jax.random.key(seed), itertools.count()
+
+    @functools.cache  # few compilations: layers share their shapes
+    def maker(shape, dtype, mean, std, sharding):
+        def draw(key, i):
+            values = jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32)
+            return (mean + std * values).astype(dtype)
+
+        return jax.jit(draw, out_shardings=sharding)
+
+    def make(name: str, param: nnx.Param, sharding: NamedSharding) -> Array:
+        draw = maker(param.shape, param.dtype, param.mean, param.std, sharding)
+        return draw(key, next(index))
+
+    return fill(Transformer(config, dtype=dtype), mesh, axis, make)

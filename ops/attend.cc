@@ -1,0 +1,68 @@
+#include "attend.h"
+
+#include <algorithm>
+#include <string>
+
+namespace kvjax {
+namespace {
+
+// A launch's table holds kMaxSpans.
+Status LaunchAll(const Launch& launch, const char* base, const std::vector<Span>& spans) {
+  for (size_t i = 0; i < spans.size(); i += kMaxSpans) {
+    const size_t end = std::min(spans.size(), i + kMaxSpans);
+    KVJAX_RETURN_IF_ERROR(launch(base, {spans.begin() + i, spans.begin() + end}));
+  }
+  return Status::Ok();
+}
+
+Status CheckCall(const Ring& ring, const AttendCall& call, const LayerShape& shape) {
+  const bool same = shape.num_seqs == call.num_seqs && shape.num_new == call.num_new &&
+                    shape.device_cells == call.device_cells &&
+                    shape.row_bytes == call.row_bytes;
+  if (same) return Status::Ok();
+  return Status::Invalid(
+      "attend of layer " + std::to_string(call.key.layer) + " has " +
+      std::to_string(call.num_seqs) + " sequences of " + std::to_string(call.num_new) +
+      " tokens and cells of " + std::to_string(call.row_bytes) + " bytes, begin had " +
+      std::to_string(shape.num_seqs) + ", " + std::to_string(ring.num_new()) + " and " +
+      std::to_string(shape.row_bytes));
+}
+
+Status AttendDelivered(Ring& ring, Stream compute, const std::vector<Segment>& segments,
+                       const Launch& launch) {
+  for (const Segment& segment : segments) {
+    const char* slot = nullptr;
+    KVJAX_RETURN_IF_ERROR(ring.Acquire(compute, &slot));
+    KVJAX_RETURN_IF_ERROR(launch(slot, segment.spans));
+    KVJAX_RETURN_IF_ERROR(ring.Release(compute));
+  }
+  return ring.Finish(compute);
+}
+
+Status AttendOrdered(Ring& ring, Stream compute, const std::vector<Segment>& segments,
+                     const char* tail, const Launch& launch, const Scratch& scratch) {
+  if (segments.empty()) return Status::Ok();
+  char* memory = nullptr;
+  KVJAX_RETURN_IF_ERROR(scratch(ring.settings().slot_bytes, &memory));
+  for (const Segment& segment : segments) {
+    KVJAX_RETURN_IF_ERROR(ring.CopyOrdered(compute, segment, tail, memory));
+    KVJAX_RETURN_IF_ERROR(launch(memory, segment.spans));
+  }
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status Attend(Ring& ring, Stream compute, const AttendCall& call, const Launch& launch,
+              const Scratch& scratch) {
+  Ring::Route route;
+  KVJAX_RETURN_IF_ERROR(ring.Open(compute, call.key, call.tail, &route));
+  KVJAX_RETURN_IF_ERROR(CheckCall(ring, call, route.shape));
+  const auto resident = ResidentSpans(route.shape, ring.lengths().data());
+  KVJAX_RETURN_IF_ERROR(LaunchAll(launch, call.device, resident));
+  return route.delivered
+             ? AttendDelivered(ring, compute, *route.segments, launch)
+             : AttendOrdered(ring, compute, *route.segments, call.tail, launch, scratch);
+}
+
+}  // namespace kvjax

@@ -1,0 +1,178 @@
+#include "handlers.h"
+
+#include <atomic>
+#include <cstring>
+
+namespace kvjax {
+namespace {
+
+int64_t RowBytes(const ffi::AnyBuffer& cells) {
+  const auto dims = cells.dimensions();
+  return dims[2] * dims[3] * int64_t(ffi::ByteWidth(cells.element_type()));
+}
+
+Status TypeOf(const ffi::AnyBuffer& buffer, const char* name, Type* type) {
+  switch (buffer.element_type()) {
+    case ffi::F32:
+      *type = Type::kF32;
+      return Status::Ok();
+    case ffi::BF16:
+      *type = Type::kBf16;
+      return Status::Ok();
+    default:
+      return Status::Invalid(std::string(name) + " must be float32 or bfloat16");
+  }
+}
+
+std::string Text(const ffi::AnyBuffer& buffer) {
+  std::string text = "[";
+  for (int64_t dim : buffer.dimensions()) text += std::to_string(dim) + ",";
+  text.back() = ']';
+  return text;
+}
+
+Status CheckRank(const ffi::AnyBuffer& buffer, const char* name, size_t rank) {
+  if (buffer.dimensions().size() == rank) return Status::Ok();
+  return Status::Invalid(std::string(name) + " must have " + std::to_string(rank) +
+                         " axes, got " + std::to_string(buffer.dimensions().size()));
+}
+
+}  // namespace
+
+Status MakePlan(const BeginAttrs& attrs, const ffi::AnyBuffer& tokens,
+                const ffi::RemainingArgs& tails, StepPlan* plan) {
+  KVJAX_RETURN_IF_ERROR(CheckRank(tokens, "tokens", 2));
+  if (attrs.tail_layers.size() != tails.size() ||
+      attrs.first_cells.size() != tails.size() ||
+      attrs.attend_layers.size() != attrs.attend_windows.size()) {
+    return Status::Invalid("begin needs one layer and first cell a tail");
+  }
+  plan->num_new = int32_t(tokens.dimensions()[1]);
+  for (size_t i = 0; i < tails.size(); ++i) {
+    const ffi::AnyBuffer tail = *tails.get<ffi::AnyBuffer>(i);
+    KVJAX_RETURN_IF_ERROR(CheckRank(tail, "a tail", 4));
+    plan->tails.push_back({attrs.tail_layers[i],
+                           static_cast<const char*>(tail.untyped_data()),
+                           attrs.first_cells[i], tail.dimensions()[1], RowBytes(tail)});
+  }
+  for (size_t i = 0; i < attrs.attend_layers.size(); ++i) {
+    plan->attends.push_back({attrs.attend_layers[i], attrs.attend_windows[i]});
+  }
+  return Status::Ok();
+}
+
+Status MakeShape(const AttendOperands& operands, const AttendAttrs& attrs,
+                 AttentionShape* shape) {
+  KVJAX_RETURN_IF_ERROR(CheckRank(operands.q, "q", 4));
+  KVJAX_RETURN_IF_ERROR(CheckRank(operands.rows, "rows", 4));
+  const auto q = operands.q.dimensions(), rows = operands.rows.dimensions();
+  int64_t capacity = 0;
+  for (size_t i = 0; i < operands.parts.size(); ++i) {
+    const ffi::AnyBuffer part = *operands.parts.get<ffi::AnyBuffer>(i);
+    const auto dims = part.dimensions();
+    if (dims.size() != 4 || dims[0] != rows[0] || dims[2] != rows[2] || dims[3] != rows[3] ||
+        part.element_type() != operands.rows.element_type()) {
+      return Status::Invalid("cells " + Text(part) + " don't fit rows " +
+                             Text(operands.rows));
+    }
+    capacity += dims[1];
+  }
+  *shape = {};
+  shape->num_seqs = int32_t(q[0]);
+  shape->num_new = int32_t(q[1]);
+  shape->num_heads = int32_t(q[2]);
+  shape->head_dim = int32_t(q[3]);
+  shape->num_kv_heads = int32_t(rows[2]);
+  shape->record_size = int32_t(rows[3]);
+  shape->value_dim = int32_t(attrs.value_dim);
+  shape->capacity = int32_t(capacity);
+  shape->window = int32_t(attrs.window);
+  shape->scale = attrs.scale;
+  shape->soft_cap = attrs.soft_cap;
+  KVJAX_RETURN_IF_ERROR(TypeOf(operands.q, "q", &shape->query_type));
+  KVJAX_RETURN_IF_ERROR(TypeOf(operands.rows, "rows", &shape->cell_type));
+  const bool fits =
+      rows[0] == q[0] && rows[1] == q[1] && rows[2] > 0 && q[2] % rows[2] == 0 &&
+      shape->head_dim % kLanes == 0 && shape->head_dim <= 256 &&
+      shape->value_dim % kLanes == 0 && shape->value_dim <= 256 &&
+      shape->head_dim + shape->value_dim <= shape->record_size &&
+      int64_t(operands.where.element_count()) == q[0] * q[1] &&
+      int64_t(operands.lengths.element_count()) == q[0];
+  if (fits) return Status::Ok();
+  return Status::Invalid("q " + Text(operands.q) + " doesn't fit rows " +
+                         Text(operands.rows) + ", values of " +
+                         std::to_string(attrs.value_dim) + ", lengths or where");
+}
+
+Status MakeCall(const AttendOperands& operands, const AttentionShape& shape, int64_t layer,
+                int64_t window, int64_t device_cells, AttendCall* call) {
+  const size_t num_parts = operands.parts.size();
+  if (num_parts != (device_cells > 0 ? 2 : 1)) {
+    return Status::Invalid("attend of layer " + std::to_string(layer) + " got " +
+                           std::to_string(num_parts) + " parts");
+  }
+  const ffi::AnyBuffer tail = *operands.parts.get<ffi::AnyBuffer>(num_parts - 1);
+  *call = {{layer, window}, shape.num_seqs, shape.num_new, RowBytes(tail), device_cells,
+           nullptr, static_cast<const char*>(tail.untyped_data())};
+  if (device_cells > 0) {
+    const ffi::AnyBuffer device = *operands.parts.get<ffi::AnyBuffer>(0);
+    call->device = static_cast<const char*>(device.untyped_data());
+  }
+  return Status::Ok();
+}
+
+Status CheckAppend(const ffi::AnyBuffer& cells, const ffi::AnyBuffer& rows,
+                   const ffi::Buffer<ffi::S32>& where) {
+  KVJAX_RETURN_IF_ERROR(CheckRank(cells, "cells", 4));
+  KVJAX_RETURN_IF_ERROR(CheckRank(rows, "rows", 4));
+  const auto c = cells.dimensions(), r = rows.dimensions();
+  if (c[0] == r[0] && c[2] == r[2] && c[3] == r[3] &&
+      cells.element_type() == rows.element_type() &&
+      int64_t(where.element_count()) == r[0] * r[1]) {
+    return Status::Ok();
+  }
+  return Status::Invalid("rows " + Text(rows) + " don't fit cells " + Text(cells));
+}
+
+uint64_t NextStamp() {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
+}
+
+}  // namespace kvjax
+
+KVJAX_EXPORT int kvjax_abi() { return KVJAX_ABI; }
+KVJAX_EXPORT int kvjax_ffi_minor() { return XLA_FFI_API_MINOR; }
+
+// Names of the counts of kvjax_ring_stats, in order, each followed by a comma.
+KVJAX_EXPORT const char* kvjax_ring_stat_names() {
+#define KVJAX_NAME(name) #name ","
+  return KVJAX_RING_COUNTS(KVJAX_NAME);
+#undef KVJAX_NAME
+}
+
+// Fills `counts` in that order; false if there is no such ring.
+KVJAX_EXPORT bool kvjax_ring_stats(int64_t ring_id, int64_t device, int64_t* counts) {
+  const auto ring = kvjax::PeekRing(ring_id, device);
+  if (ring == nullptr) return false;
+  std::lock_guard<std::mutex> lock(ring->mutex());
+  const kvjax::RingStats stats = ring->stats();
+#define KVJAX_PUT(name) *counts++ = stats.name;
+  KVJAX_RING_COUNTS(KVJAX_PUT)
+#undef KVJAX_PUT
+  return true;
+}
+
+// Why there is no ring, cut to `size` bytes; "" while there is nothing to tell.
+KVJAX_EXPORT void kvjax_ring_decline(int64_t ring_id, int64_t device, char* text,
+                                     int64_t size) {
+  const auto ring = kvjax::PeekRing(ring_id, device);
+  if (ring == nullptr || size < 1) return;
+  std::lock_guard<std::mutex> lock(ring->mutex());
+  std::strncpy(text, ring->decline().c_str(), size - 1);
+  text[size - 1] = 0;
+}
+
+KVJAX_EXPORT void kvjax_ring_close(int64_t ring_id, int64_t device) {
+  kvjax::CloseRing(ring_id, device);
+}

@@ -1,0 +1,67 @@
+// What the FFI handlers of both platforms share: operands to shapes, checks, C symbols.
+#pragma once
+
+#include <string>
+
+#include "attend.h"
+#include "attention.h"
+#include "registry.h"
+#include "xla/ffi/api/ffi.h"
+
+#define KVJAX_ABI 1
+#define KVJAX_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace kvjax {
+
+namespace ffi = xla::ffi;
+
+inline ffi::Error ToError(const Status& status) {
+  switch (status.code) {
+    case StatusCode::kOk:
+      return ffi::Error::Success();
+    case StatusCode::kInvalid:
+      return ffi::Error::InvalidArgument("kvjax: " + status.message);
+    case StatusCode::kExhausted:
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted, "kvjax: " + status.message);
+    default:
+      return ffi::Error::Internal("kvjax: " + status.message);
+  }
+}
+
+// Bound by begin. Tails: operands tokens, lengths, stamp, then one tail a layer that has
+// one, in the order of `tail_layers`.
+struct BeginAttrs {
+  int64_t ring_id;
+  ffi::Span<const int64_t> tail_layers, first_cells, attend_layers, attend_windows;
+};
+
+// A step's plan out of begin's operands; lengths are filled in by the caller.
+Status MakePlan(const BeginAttrs& attrs, const ffi::AnyBuffer& tokens,
+                const ffi::RemainingArgs& tails, StepPlan* plan);
+
+// What attend and its parts agree on.
+struct AttendOperands {
+  ffi::AnyBuffer q, rows;
+  ffi::Buffer<ffi::S32> lengths, where;
+  ffi::RemainingArgs parts;  // device cells, then tail; those that the layer has
+};
+struct AttendAttrs {
+  float scale, soft_cap;
+  int64_t window, value_dim;
+};
+
+Status MakeShape(const AttendOperands& operands, const AttendAttrs& attrs,
+                 AttentionShape* shape);
+
+// The call of an attend over a tail.
+Status MakeCall(const AttendOperands& operands, const AttentionShape& shape, int64_t layer,
+                int64_t window, int64_t device_cells, AttendCall* call);
+
+// One row of each [cells, rows] pair's shapes must fit the other.
+Status CheckAppend(const ffi::AnyBuffer& cells, const ffi::AnyBuffer& rows,
+                   const ffi::Buffer<ffi::S32>& where);
+
+// A step's new stamp: unique in this process, never 0.
+uint64_t NextStamp();
+
+}  // namespace kvjax

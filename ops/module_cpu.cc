@@ -1,0 +1,271 @@
+// FFI handlers of the cpu platform: the same ring and plan as on a GPU over the emulated
+// transport. A handler's work is done when it returns.
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <vector>
+
+#include "handlers.h"
+#include "transport_emulated.h"
+
+namespace kvjax {
+namespace {
+
+std::unique_ptr<Transport> MakeTransport(int64_t) {
+  return std::make_unique<EmulatedTransport>(Emulation{});
+}
+
+std::shared_ptr<Ring> RingOf(int64_t ring_id, int32_t device) {
+  return FindRing(ring_id, device, MakeTransport);
+}
+
+// Work of one ParallelFor: whoever comes takes the next index.
+struct SharedWork {
+  SharedWork(int64_t n, const std::function<void(int64_t)>& work) : size(n), f(work) {}
+
+  const int64_t size;
+  const std::function<void(int64_t)>& f;  // the caller's; not used once all is done
+  std::atomic<int64_t> next{0};
+  std::mutex mutex;
+  std::condition_variable changed;
+  int64_t done = 0;
+
+  void Run() {
+    for (int64_t i = next++; i < size; i = next++) {
+      f(i);
+      std::lock_guard<std::mutex> lock(mutex);
+      if (++done == size) changed.notify_all();
+    }
+  }
+};
+
+// On XLA's intra-op threads and the calling one. The caller may be one of those threads,
+// so it does not rely on another ever coming: it waits only for work that was taken.
+ParallelFor OnPool(ffi::ThreadPool& pool) {
+  return [&pool](int64_t n, const std::function<void(int64_t)>& f) {
+    const auto work = std::make_shared<SharedWork>(n, f);
+    for (int64_t i = 1; i < std::min<int64_t>(n, pool.num_threads()); ++i) {
+      pool.Schedule([work] { work->Run(); });
+    }
+    work->Run();
+    std::unique_lock<std::mutex> lock(work->mutex);
+    work->changed.wait(lock, [&] { return work->done == n; });
+  };
+}
+
+ffi::Error Begin(int32_t device, ffi::AnyBuffer tokens, ffi::Buffer<ffi::S32> lengths,
+                 ffi::Buffer<ffi::U32>, ffi::RemainingArgs tails,
+                 ffi::Result<ffi::AnyBuffer> tokens_out,
+                 ffi::Result<ffi::Buffer<ffi::S32>> ticket,
+                 ffi::Result<ffi::Buffer<ffi::U32>> stamp_out, int64_t ring_id,
+                 ffi::Span<const int64_t> tail_layers, ffi::Span<const int64_t> first_cells,
+                 ffi::Span<const int64_t> attend_layers,
+                 ffi::Span<const int64_t> attend_windows) {
+  StepPlan plan;
+  const BeginAttrs attrs{ring_id, tail_layers, first_cells, attend_layers, attend_windows};
+  const Status made = MakePlan(attrs, tokens, tails, &plan);
+  if (!made.ok()) return ToError(made);
+  plan.lengths.assign(lengths.typed_data(), lengths.typed_data() + lengths.element_count());
+  if (tokens_out->untyped_data() != tokens.untyped_data()) {
+    std::memcpy(tokens_out->untyped_data(), tokens.untyped_data(), tokens.size_bytes());
+  }
+  *ticket->typed_data() = 0;
+  const uint64_t drawn = NextStamp();
+  std::memcpy(stamp_out->typed_data(), &drawn, sizeof drawn);
+
+  const auto ring = RingOf(ring_id, device);
+  std::lock_guard<std::mutex> lock(ring->mutex());
+  ring->Prepare();
+  return ToError(ring->Begin(kInlineStream, std::move(plan)));
+}
+
+ffi::Error Append(int32_t device, ffi::AnyBuffer cells, ffi::AnyBuffer rows,
+                  ffi::Buffer<ffi::S32> where, ffi::Buffer<ffi::S32>,
+                  ffi::Result<ffi::AnyBuffer> out, int64_t ring_id, bool is_tail) {
+  const Status fits = CheckAppend(cells, rows, where);
+  if (!fits.ok()) return ToError(fits);
+  if (out->untyped_data() != cells.untyped_data()) {
+    std::memcpy(out->untyped_data(), cells.untyped_data(), cells.size_bytes());
+  }
+  const auto dims = rows.dimensions();
+  const int64_t num_cells = cells.dimensions()[1];
+  const int64_t row_bytes =
+      dims[2] * dims[3] * int64_t(ffi::ByteWidth(rows.element_type()));
+  char* target = static_cast<char*>(out->untyped_data());
+  const char* source = static_cast<const char*>(rows.untyped_data());
+  for (int64_t i = 0; i < dims[0] * dims[1]; ++i) {
+    const int64_t cell = where.typed_data()[i];
+    if (cell < 0 || cell >= num_cells) continue;
+    const int64_t at = i / dims[1] * num_cells + cell;
+    std::memcpy(target + at * row_bytes, source + i * row_bytes, row_bytes);
+  }
+  if (is_tail) {
+    const auto ring = RingOf(ring_id, device);
+    std::lock_guard<std::mutex> lock(ring->mutex());
+    ring->NoteAppend(target);
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error AttendRing(int32_t device, ffi::ThreadPool pool, ffi::AnyBuffer q,
+                      ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> lengths,
+                      ffi::Buffer<ffi::S32> where, ffi::Buffer<ffi::S32> ticket,
+                      ffi::RemainingArgs parts, ffi::Result<ffi::AnyBuffer> out,
+                      ffi::Result<ffi::Buffer<ffi::S32>> ticket_out, float scale,
+                      float soft_cap, int64_t window, int64_t value_dim, int64_t ring_id,
+                      int64_t layer, int64_t device_cells) {
+  AttentionShape shape;
+  AttendCall call;
+  const AttendOperands operands{q, rows, lengths, where, parts};
+  Status status = MakeShape(operands, {scale, soft_cap, window, value_dim}, &shape);
+  if (status.ok()) {
+    status = MakeCall(operands, shape, layer, window, device_cells, &call);
+  }
+  if (!status.ok()) return ToError(status);
+
+  std::vector<float> state(int64_t(shape.num_seqs) * shape.num_kv_heads * shape.rows() *
+                           StateFloats(shape.value_dim));
+  int32_t error = 0;
+  const AttentionBuffers buffers{q.untyped_data(),    rows.untyped_data(),
+                                 lengths.typed_data(), where.typed_data(),
+                                 out->untyped_data(), state.data(), &error};
+  const ParallelFor parallel = OnPool(pool);
+  const Launch launch = [&](const char* base, const std::vector<Span>& spans) {
+    AttendSpans(shape, buffers, base, spans, parallel);
+    return Status::Ok();
+  };
+  std::vector<char> memory;
+  const Scratch scratch = [&](int64_t bytes, char** slot) {
+    memory.resize(bytes);
+    *slot = memory.data();
+    return Status::Ok();
+  };
+
+  const auto ring = RingOf(ring_id, device);
+  std::lock_guard<std::mutex> lock(ring->mutex());
+  status = Attend(*ring, kInlineStream, call, launch, scratch);
+  if (error != 0) ring->NoteLengthError();
+  *ticket_out->typed_data() = *ticket.typed_data();
+  return ToError(status);
+}
+
+ffi::Error AttendDevice(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer rows,
+                        ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> where,
+                        ffi::Buffer<ffi::S32> ticket, ffi::RemainingArgs parts,
+                        ffi::Result<ffi::AnyBuffer> out,
+                        ffi::Result<ffi::Buffer<ffi::S32>> ticket_out,
+                        ffi::Result<ffi::Buffer<ffi::F32>>, float scale, float soft_cap,
+                        int64_t window, int64_t value_dim) {
+  AttentionShape shape;
+  const AttendOperands operands{q, rows, lengths, where, parts};
+  const Status status = MakeShape(operands, {scale, soft_cap, window, value_dim}, &shape);
+  if (!status.ok()) return ToError(status);
+
+  std::vector<float> state(int64_t(shape.num_seqs) * shape.num_kv_heads * shape.rows() *
+                           StateFloats(shape.value_dim));
+  int32_t error = 0;  // nobody asks: the sequence's NaN tells
+  const AttentionBuffers buffers{q.untyped_data(),    rows.untyped_data(),
+                                 lengths.typed_data(), where.typed_data(),
+                                 out->untyped_data(), state.data(), &error};
+  const ffi::AnyBuffer cells = *parts.get<ffi::AnyBuffer>(0);
+  const int64_t row_bytes =
+      int64_t(shape.num_kv_heads) * shape.record_size * SizeOf(shape.cell_type);
+  const LayerShape layer{shape.num_seqs, shape.num_new, shape.capacity, 0, row_bytes, window};
+  AttendSpans(shape, buffers, static_cast<const char*>(cells.untyped_data()),
+              ResidentSpans(layer, lengths.typed_data()), OnPool(pool));
+  *ticket_out->typed_data() = *ticket.typed_data();
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace kvjax
+
+using kvjax::ffi::AnyBuffer;
+using kvjax::ffi::Buffer;
+using kvjax::ffi::DeviceOrdinal;
+using kvjax::ffi::Ffi;
+using kvjax::ffi::F32;
+using kvjax::ffi::S32;
+using kvjax::ffi::Span;
+using kvjax::ffi::ThreadPool;
+using kvjax::ffi::U32;
+
+#pragma GCC visibility push(default)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_begin, kvjax::Begin,
+                              Ffi::Bind()
+                                  .Ctx<DeviceOrdinal>()
+                                  .Arg<AnyBuffer>()      // tokens
+                                  .Arg<Buffer<S32>>()    // lengths
+                                  .Arg<Buffer<U32>>()    // stamp
+                                  .RemainingArgs()       // tails
+                                  .Ret<AnyBuffer>()      // tokens
+                                  .Ret<Buffer<S32>>()    // ticket
+                                  .Ret<Buffer<U32>>()    // stamp
+                                  .Attr<int64_t>("ring_id")
+                                  .Attr<Span<const int64_t>>("tail_layers")
+                                  .Attr<Span<const int64_t>>("first_cells")
+                                  .Attr<Span<const int64_t>>("attend_layers")
+                                  .Attr<Span<const int64_t>>("attend_windows"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_append, kvjax::Append,
+                              Ffi::Bind()
+                                  .Ctx<DeviceOrdinal>()
+                                  .Arg<AnyBuffer>()    // cells
+                                  .Arg<AnyBuffer>()    // rows
+                                  .Arg<Buffer<S32>>()  // where
+                                  .Arg<Buffer<S32>>()  // ticket
+                                  .Ret<AnyBuffer>()    // cells
+                                  .Attr<int64_t>("ring_id")
+                                  .Attr<bool>("is_tail"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_ring, kvjax::AttendRing,
+                              Ffi::Bind()
+                                  .Ctx<DeviceOrdinal>()
+                                  .Ctx<ThreadPool>()
+                                  .Arg<AnyBuffer>()    // q
+                                  .Arg<AnyBuffer>()    // rows
+                                  .Arg<Buffer<S32>>()  // lengths
+                                  .Arg<Buffer<S32>>()  // where
+                                  .Arg<Buffer<S32>>()  // ticket
+                                  .RemainingArgs()     // device cells, tail
+                                  .Ret<AnyBuffer>()    // out
+                                  .Ret<Buffer<S32>>()  // ticket
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("value_dim")
+                                  .Attr<int64_t>("ring_id")
+                                  .Attr<int64_t>("layer")
+                                  .Attr<int64_t>("device_cells"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_device, kvjax::AttendDevice,
+                              Ffi::Bind()
+                                  .Ctx<ThreadPool>()
+                                  .Arg<AnyBuffer>()    // q
+                                  .Arg<AnyBuffer>()    // rows
+                                  .Arg<Buffer<S32>>()  // lengths
+                                  .Arg<Buffer<S32>>()  // where
+                                  .Arg<Buffer<S32>>()  // ticket
+                                  .RemainingArgs()     // cells
+                                  .Ret<AnyBuffer>()    // out
+                                  .Ret<Buffer<S32>>()  // ticket
+                                  .Ret<Buffer<F32>>()  // workspace
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("value_dim"));
+
+#pragma GCC visibility pop
+
+// Opens the ring of one emulated device; see RingSettings and Emulation. False if open.
+KVJAX_EXPORT bool kvjax_ring_open(int64_t ring_id, int64_t device, int64_t depth,
+                                  int64_t slot_bytes, int64_t num_slots,
+                                  int64_t headroom_bytes, const char* decline,
+                                  uint64_t seed, int64_t max_delay_us, int64_t free_bytes,
+                                  bool fail_allocation) {
+  const kvjax::RingSettings settings{depth, slot_bytes, num_slots, headroom_bytes, decline};
+  const kvjax::Emulation emulation{seed, max_delay_us, free_bytes, fail_allocation};
+  return kvjax::OpenRing(ring_id, device, settings,
+                         std::make_unique<kvjax::EmulatedTransport>(emulation));
+}

@@ -1,0 +1,44 @@
+// What moves bytes for a ring: memory, one stream's copies, events. Two of them: CUDA, and
+// one on host threads for the cpu platform that really copies (transport_emulated.h).
+//
+// Handles are opaque. A Stream is a queue of work that the host does not wait for; the
+// compute stream of a call is XLA's (cpu platform: kInlineStream, work is done at once).
+// Events have CUDA's meaning: Wait orders later work of a stream behind the latest Record
+// before the call. Not thread-safe: one ring, one transport, one caller at a time.
+#pragma once
+
+#include <cstdint>
+
+#include "ranges.h"
+#include "status.h"
+
+namespace kvjax {
+
+using Stream = void*;
+using Event = void*;
+constexpr Stream kInlineStream = nullptr;
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  // Memory that the device's kernels read fastest; kExhausted if there isn't enough.
+  virtual Status Allocate(int64_t bytes, char** memory) = 0;
+  virtual void Free(char* memory) = 0;
+  virtual Status FreeBytes(int64_t* bytes) = 0;
+
+  virtual Status MakeStream(Stream* stream) = 0;
+  virtual void FreeStream(Stream stream) = 0;  // its work is done
+  virtual Status MakeEvent(Event* event) = 0;
+  virtual void FreeEvent(Event event) = 0;
+
+  // Enqueues one strided copy from pinned host memory at `source` to `target`.
+  virtual Status Enqueue(Stream stream, const Copy& copy, const char* source,
+                         char* target) = 0;
+  virtual Status Record(Event event, Stream stream) = 0;
+  virtual Status Wait(Stream stream, Event event) = 0;
+  // The host waits for the event's latest Record; for close only.
+  virtual Status Synchronize(Event event) = 0;
+};
+
+}  // namespace kvjax

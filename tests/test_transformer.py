@@ -1,0 +1,421 @@
+"""The transformer against NumPy in float64, and against itself, cut and split anyhow."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy_forward
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+from tolerance import assert_close, assert_same_bits
+
+from kvjax.cache.state import Cache
+from kvjax.config import CacheConfig
+from kvjax.delivery import ffi
+from kvjax.delivery.allocate import init_cache
+from kvjax.delivery.placement import Placement, make_mesh
+from kvjax.model import checkpoint, tokenizer
+from kvjax.model.transformer import (
+    GEOMETRIES,
+    ModelConfig,
+    RopeScaling,
+    Transformer,
+    random_model,
+    shardings,
+    split,
+)
+
+BACKEND = "native" if ffi.library_path("cpu") else "reference"
+LOGITS_RTOL = 1e-4  # float32 against float64 through 30 layers, as the design asks
+TINY = ModelConfig.of("tiny")
+TASKS = (
+    "Name the capital of France.",
+    "Count from one to ten.",
+    "Write one sentence about the sea.",
+    "What is 2 + 2?",
+)
+
+
+def placement_of(
+    config: ModelConfig,
+    mesh: Mesh,
+    *,
+    batch_size: int = 1,
+    capacity: int = 256,
+    device_cells: int | None = 128,
+    dtype: str = "float32",
+) -> Placement:
+    cells = CacheConfig(
+        num_layers=config.num_layers,
+        batch_size=batch_size,
+        capacity=capacity,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        device_cells=device_cells,
+    )
+    return Placement(
+        config=cells, num_heads=config.num_heads, mesh=mesh, backend=BACKEND
+    )
+
+
+def stepper(model: Transformer, placement: Placement, logits: str = "all"):
+    """A jitted step (cache, tokens, num_new) -> (logits, cache) that donates the cache."""
+    skeleton, leaves = split(model)
+
+    @functools.partial(jax.jit, donate_argnames="cache")
+    def step(leaves, cache: Cache, tokens, num_new):
+        merged = skeleton.merge(leaves)
+        return merged(tokens, cache, placement, num_new, logits=logits)
+
+    def run(cache, tokens, num_new=None):
+        num_new = None if num_new is None else np.array(num_new, np.int32)
+        return step(leaves, cache, np.array(tokens, np.int32), num_new)
+
+    return run
+
+
+def some_tokens(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, TINY.vocab_size, shape)
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """(checkpoint, model), or a skip where the model's package is missing."""
+    try:
+        path = checkpoint.find_smollm2()
+    except ValueError as error:
+        pytest.skip(str(error))
+    opened = checkpoint.open_checkpoint(path)
+    return opened, checkpoint.load(opened, dtype="float32")[0]
+
+
+@pytest.fixture(scope="module")
+def oracle(smollm2):
+    return numpy_forward.read_gguf(smollm2[0].path)
+
+
+def test_smollm2_prefilled_in_chunks_matches_float64(smollm2, oracle, mesh1):
+    opened, model = smollm2
+    num_tokens, chunk, stride = 2048, 512, 16
+    tokens = np.random.default_rng(5).integers(0, opened.config.vocab_size, num_tokens)
+    placement = placement_of(
+        opened.config, mesh1, capacity=num_tokens, device_cells=num_tokens // 2
+    )
+    step, cache, got = stepper(model, placement), init_cache(placement), []
+    for start in range(0, num_tokens, chunk):
+        logits, cache = step(cache, tokens[None, start : start + chunk])
+        got.append(np.asarray(logits[0, stride - 1 :: stride]))
+    positions = list(range(stride - 1, num_tokens, stride))
+    want = numpy_forward.forward(*oracle, tokens.tolist(), positions)
+    assert_close(np.concatenate(got), want, rtol=LOGITS_RTOL)
+
+
+def test_greedy_tokens_are_those_of_the_oracle(smollm2, oracle, mesh1):
+    opened, model = smollm2
+    encode = tokenizer.from_gguf(opened.metadata).encode
+    prompts = [encode(task) for task in TASKS]
+    num_new = [len(prompt) for prompt in prompts]
+    padded = [prompt + [0] * (max(num_new) - len(prompt)) for prompt in prompts]
+    placement = placement_of(opened.config, mesh1, batch_size=len(TASKS))
+    step = stepper(model, placement, "last")
+    logits, cache = step(init_cache(placement), padded, num_new)
+    answers = [np.asarray(logits.argmax(axis=-1))]
+    for _ in range(63):
+        logits, cache = step(cache, answers[-1][:, None])
+        answers.append(np.asarray(logits.argmax(axis=-1)))
+    for prompt, answer in zip(prompts, np.stack(answers, axis=1).tolist()):
+        text = prompt + answer[:-1]
+        want = numpy_forward.forward(*oracle, text, list(range(len(prompt) - 1, len(text))))
+        assert_same_choice(answer, want)
+
+
+def assert_same_choice(tokens: list[int], logits: np.ndarray):
+    """Each token is the best one, or the second best closer than rounding can tell."""
+    tolerance = 2 * LOGITS_RTOL * np.abs(logits).max()
+    chosen = logits[np.arange(len(tokens)), tokens]
+    behind = logits.max(axis=1) - chosen
+    assert (behind <= tolerance).all()
+    assert (behind == 0).mean() > 0.95
+
+
+@pytest.mark.parametrize("cuts", [(20,), (1, 19), (7, 13), (1,) * 20, (3, 0, 17)])
+def test_a_text_in_pieces_gives_the_logits_of_one_piece(mesh1, cuts):
+    tokens, model = some_tokens(1, 20), random_model(TINY)
+    placement = placement_of(TINY, mesh1)
+    whole, _ = stepper(model, placement)(init_cache(placement), tokens)
+    step, cache, got, start = stepper(model, placement), init_cache(placement), [], 0
+    for cut in cuts:
+        width = max(cut, 1)
+        piece = np.zeros((1, width), np.int32)
+        piece[0, :cut] = tokens[0, start : start + cut]
+        logits, cache = step(cache, piece, [cut])
+        got.append(np.asarray(logits[:, :cut]))
+        start += cut
+    assert_close(np.concatenate(got, axis=1), whole)
+    assert cache.lengths.tolist() == [20]
+
+
+def test_a_ragged_batch_gives_each_sequence_what_it_gets_alone(mesh1):
+    """Four sequences, three steps each; 130 crosses the border of the device's cells."""
+    news = np.array([[5, 1, 0, 130], [1, 1, 4, 1], [0, 3, 2, 1]])
+    model = random_model(TINY, 3)
+    together, alone = (
+        placement_of(TINY, mesh1, batch_size=size) for size in (len(news[0]), 1)
+    )
+    texts = some_tokens(news.shape[1], news.sum(axis=0).max(), seed=1)
+    step, cache = stepper(model, together, "last"), init_cache(together)
+    step_alone = stepper(model, alone, "last")
+    caches = [init_cache(alone) for _ in texts]
+    done = np.zeros(len(texts), int)
+    for num_new in news:
+        width = num_new.max()
+        batch = np.zeros((len(texts), width), np.int32)
+        for i, n in enumerate(num_new):
+            batch[i, :n] = texts[i, done[i] : done[i] + n]
+        logits, cache = step(cache, batch, num_new)
+        for i, n in enumerate(num_new):
+            if n:
+                want, caches[i] = step_alone(caches[i], batch[i : i + 1, :n])
+                assert_close(logits[i : i + 1], want)
+        done += num_new
+    assert cache.lengths.tolist() == news.sum(axis=0).tolist()
+
+
+def test_last_logits_are_those_at_the_last_real_token(mesh1):
+    placement = placement_of(TINY, mesh1, batch_size=3)
+    model, tokens, num_new = random_model(TINY, 1), some_tokens(3, 6), [6, 1, 4]
+    every, _ = stepper(model, placement)(init_cache(placement), tokens, num_new)
+    last, _ = stepper(model, placement, "last")(init_cache(placement), tokens, num_new)
+    assert_close(last, np.stack([every[i, n - 1] for i, n in enumerate(num_new)]))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "name, sizes",
+    [
+        ("tiny", {"tp": 2}),
+        ("tiny", {"tp": 4}),  # two kv heads: k and v weights lie whole on each device
+        ("sharded-demo", {"tp": 8}),
+        ("sharded-demo", {"replica": 2, "tp": 4}),
+        ("odd", {"tp": 2}),  # vocabulary and mlp of odd size lie whole
+    ],
+)
+def test_split_weights_give_the_logits_of_one_device(mesh1, kind, name, sizes):
+    config = GEOMETRIES.get(name) or ModelConfig(
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
+        width=33,
+        mlp_width=35,
+        vocab_size=131,
+        qkv_bias=True,
+        qk_norm=True,
+    )
+    mesh = Mesh(
+        make_mesh(sizes).devices, tuple(sizes), axis_types=(kind,) * len(sizes)
+    )
+    tokens, num_new = some_tokens(2, 5) % 131, [5, 2]
+    got = []
+    for m in (mesh1, mesh):
+        placement = placement_of(config, m, batch_size=2)
+        step = stepper(random_model(config, 7, mesh=m), placement)
+        logits, cache = step(init_cache(placement), tokens, num_new)
+        more, _ = step(cache, tokens[:, :1])
+        got.append((np.asarray(logits[0]), np.asarray(more)))
+    for one, many in zip(*got):
+        assert_close(many, one)
+
+
+def test_explicit_axes_also_work_in_the_mesh_context(mesh1):
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Explicit,))
+    tokens = some_tokens(1, 4)
+    one = placement_of(TINY, mesh1)
+    want, _ = stepper(random_model(TINY), one)(init_cache(one), tokens)
+    with jax.set_mesh(mesh):
+        four = placement_of(TINY, mesh)
+        model = random_model(TINY, mesh=mesh)
+        got, _ = stepper(model, four)(init_cache(four), tokens)
+    assert_close(got, want)
+
+
+def test_parameters_lie_where_their_sharding_says():
+    mesh = make_mesh({"tp": 4})
+    model = random_model(TINY, mesh=mesh)
+    layer = model.layers[1]
+    specs = {
+        name: tuple(getattr(layer, name).sharding.spec)
+        for name in ("attn_norm", "q", "kv", "o", "gate_up", "down")
+    }
+    assert specs == {
+        "attn_norm": (None,),
+        "q": (None, "tp", None),
+        "kv": (None, None, None, None),  # two kv heads on four devices
+        "o": ("tp", None, None),
+        "gate_up": (None, None, "tp"),
+        "down": ("tp", None),
+    }
+    assert tuple(model.embedding.sharding.spec) == ("tp", None)
+    assert layer.q.addressable_shards[0].data.shape == (256, 2, 64)
+
+
+def test_random_weights_do_not_depend_on_the_mesh():
+    leaves = [
+        split(random_model(TINY, 11, dtype="bfloat16", mesh=make_mesh({"tp": size})))[1]
+        for size in (1, 4)
+    ]
+    for one, four in zip(*leaves):
+        assert_same_bits(four, one)
+
+
+def test_bfloat16_stays_near_float32(mesh1):
+    placement = placement_of(TINY, mesh1)
+    tokens, logits = some_tokens(1, 40), []
+    for dtype in ("float32", "bfloat16"):
+        model = random_model(TINY, dtype=dtype)
+        step = stepper(model, placement)
+        logits.append(step(init_cache(placement), tokens)[0])
+    assert logits[1].dtype == jnp.float32
+    # Measured 2.0e-2 of the largest: four layers, each rounding its input to 8 bits.
+    assert_close(logits[1], logits[0], rtol=4e-2)
+
+
+def test_a_step_gives_equal_bits_twice(mesh1):
+    placement, tokens = placement_of(TINY, mesh1, batch_size=2), some_tokens(2, 9)
+    step = stepper(random_model(TINY), placement)
+    first, second = (step(init_cache(placement), tokens, [9, 4]) for _ in range(2))
+    jax.tree.map(assert_same_bits, first[0], second[0])
+    jax.tree.map(assert_same_bits, first[1].layers, second[1].layers)
+
+
+def test_a_step_compiles_to_no_copy_of_a_weight(mesh1):
+    placement = placement_of(TINY, mesh1)
+    skeleton, leaves = split(random_model(TINY))
+
+    def step(leaves, cache, tokens):
+        return skeleton.merge(leaves)(tokens, cache, placement)
+
+    cache = jax.eval_shape(lambda: init_cache(placement))
+    lowered = jax.jit(step, donate_argnames="cache").lower(
+        leaves, init_cache(placement), np.zeros((1, 1), np.int32)
+    )
+    compiled = lowered.compile()
+    outputs = compiled.memory_analysis().output_size_in_bytes
+    cells = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    assert outputs - cells < 64 * TINY.vocab_size
+    big = f"f32[{TINY.width},2,{TINY.mlp_width}]"
+    assert not [
+        line
+        for line in compiled.as_text().splitlines()
+        if f"= {big}" in line and ("copy(" in line or "transpose(" in line)
+    ]
+
+
+def test_a_step_compiles_once_while_lengths_grow(mesh1):
+    placement = placement_of(TINY, mesh1)
+    skeleton, leaves = split(random_model(TINY))
+    traces = []
+
+    @functools.partial(jax.jit, donate_argnames="cache")
+    def step(leaves, cache, tokens):
+        traces.append(tokens.shape)
+        return skeleton.merge(leaves)(tokens, cache, placement)
+
+    cache = init_cache(placement)
+    for token in range(4):
+        _, cache = step(leaves, cache, np.full((1, 1), token, np.int32))
+    assert traces == [(1, 1)]
+
+
+@pytest.mark.parametrize(
+    "name, millions",
+    [("smollm2-135m", 134.5), ("llama-3.1-8b", 8030.3), ("llama-3.1-70b", 70553.7)],
+)
+def test_published_geometries_have_the_published_number_of_weights(name, millions):
+    assert ModelConfig.of(name).num_parameters / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones():
+    config = ModelConfig.of("llama-3.1-8b")
+    plain = 500_000.0 ** (-np.arange(64) / 64)
+    divisors = config.rope_scaling.divisors(plain)
+    waves = 2 * np.pi / plain
+    np.testing.assert_array_equal(divisors[waves < 8192 / 4], 1)
+    np.testing.assert_allclose(divisors[waves > 8192 / 1], 8, rtol=1e-12)
+    between = divisors[(waves > 8192 / 4) & (waves < 8192 / 1)]
+    assert ((between > 1) & (between < 8)).all() and len(between) > 2
+    assert_close(config.frequencies, (plain / divisors).astype(np.float32))
+
+
+def test_a_model_is_cut_into_arrays_and_put_together_again():
+    model = random_model(TINY)
+    skeleton, leaves = split(model)
+    assert len(leaves) == 7 * TINY.num_layers + 2
+    assert hash(skeleton) == hash(split(model)[0])
+    again = skeleton.merge(leaves)
+    assert again.config == TINY
+    assert_same_bits(again.layers[2].down[...], model.layers[2].down[...])
+
+
+def test_shardings_take_a_model_or_its_state():
+    mesh, model = make_mesh({"tp": 2}), Transformer(TINY)
+    of_model = jax.tree.leaves(shardings(model, mesh))
+    assert of_model == jax.tree.leaves(shardings(nnx.state(model), mesh))
+    assert len(of_model) == len(split(model)[1])
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (dict(num_kv_heads=3), "num_heads must be a multiple of num_kv_heads, got 8 and 3"),
+        (dict(head_dim=33), "head_dim must be even, got 33"),
+        (dict(num_layers=0), "num_layers must be between 1 and 4096, got 0"),
+        (dict(rope_theta=0.0), "rope_theta must be above 0"),
+        (dict(rope_scaling=(1.0, 2.0)), "must hold 32 divisors above 0, got 2"),
+        (dict(end_tokens=(512,)), "end_tokens must be between 0 and 511, got 512"),
+    ],
+)
+def test_a_config_rejects_what_cannot_be(change, text):
+    facts = {name: getattr(TINY, name) for name in TINY.__dataclass_fields__}
+    with pytest.raises(ValueError, match=text):
+        ModelConfig(**facts | change)
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (dict(factor=0.5), "factor must be at least 1, got 0.5"),
+        (dict(low_freq_factor=4.0), "below high_freq_factor, got 4.0 and 4.0"),
+        (dict(original_max_position=0), "original_max_position must be between"),
+    ],
+)
+def test_a_rope_scaling_rejects_what_cannot_be(change, text):
+    facts = dict(
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position=8192,
+    )
+    with pytest.raises(ValueError, match=text):
+        RopeScaling(**facts | change)
+
+
+def test_a_model_rejects_another_models_placement_and_unknown_words(mesh1):
+    placement = placement_of(ModelConfig.of("sharded-demo"), mesh1)
+    cache, tokens = init_cache(placement), jnp.zeros((1, 1), jnp.int32)
+    model = random_model(TINY)
+    with pytest.raises(ValueError, match=r"\(4, 8, 2, 64\), the placement is of \(4, 16"):
+        model(tokens, cache, placement)
+    with pytest.raises(ValueError, match='"last" or "all", got \'first\''):
+        Transformer.__call__.__wrapped__(
+            model, tokens, cache, placement_of(TINY, mesh1), logits="first"
+        )
+    with pytest.raises(ValueError, match="dtype must be one of .* got 'float16'"):
+        Transformer(TINY, dtype="float16")
+    with pytest.raises(ValueError, match="geometry must be one of .* got 'huge'"):
+        ModelConfig.of("huge")
+    with pytest.raises(ValueError, match="axis must be one of"):
+        shardings(model, make_mesh(), "heads")
