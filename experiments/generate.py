@@ -159,9 +159,10 @@ def run(
         cache = pin(placement)
         dtype = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"
         weights, config = load(checkpoint, dtype=dtype, mesh=mesh)
+        decoder = Decoder(weights, placement, chunk=chunk)
         screen = Screen(tokenizer, ids, ring, start)
         result = generate(
-            Decoder(weights, placement, chunk=chunk),
+            decoder,
             cache,
             ids,
             max_new_tokens=max_new_tokens,

@@ -49,18 +49,18 @@ struct AttentionBuffers {
 // Query row r of a kv head is token r / G, head r % G of the group.
 //
 // A query sees stored cells below `length` that no row of the step replaces, and rows of
-// the step at its own place or before; a window leaves those above place - window.
-// It must find all of that in the launches; if not its sequence gets NaN:
-KVJAX_HD bool SequenceFits(const AttentionShape& s, int32_t planned, int32_t length,
-                           const int32_t* where) {
-  if (planned != length || length > s.capacity) return false;
+// the step at its own place or before; a window leaves those above place - window. Its
+// launches must hold all of that; a sequence for which they don't gets NaN.
+KVJAX_HD bool PlanFits(const AttentionShape& s, int32_t planned, int32_t length) {
+  return planned == length && length <= s.capacity;
+}
+KVJAX_HD int32_t EndCell(const AttentionShape& s, int32_t length) {
+  return length + s.num_new < s.capacity ? length + s.num_new : s.capacity;
+}
+KVJAX_HD bool PlaceFits(const AttentionShape& s, int32_t length, int32_t place) {
+  if (place >= EndCell(s, length)) return false;
   const int32_t first = s.window > 0 && length >= s.window ? length - s.window + 1 : 0;
-  const int32_t end = length + s.num_new < s.capacity ? length + s.num_new : s.capacity;
-  for (int32_t t = 0; t < s.num_new; ++t) {
-    if (where[t] >= end) return false;
-    if (where[t] >= 0 && first > 0 && where[t] - s.window + 1 < first) return false;
-  }
-  return true;
+  return place < 0 || first == 0 || place - s.window + 1 >= first;
 }
 
 // Runs f(0) .. f(n - 1), in any order, on as many threads as there are.

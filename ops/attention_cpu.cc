@@ -99,7 +99,7 @@ class Worker {
 
   void Load(int32_t index) {
     block_.first_cell = index * kBlock;
-    const int32_t end = std::min(span_.length + s_.num_new, s_.capacity);
+    const int32_t end = EndCell(s_, span_.length);
     block_.num_cells = std::clamp(end - block_.first_cell, 0, kBlock);
     int32_t row_of[kBlock];
     std::fill_n(row_of, kBlock, -1);
@@ -295,7 +295,10 @@ class Worker {
 
   void Write() {
     CloseGroups();
-    const bool fits = SequenceFits(s_, span_.length, b_.lengths[span_.seq], where());
+    bool fits = PlanFits(s_, span_.length, b_.lengths[span_.seq]);
+    for (int32_t t = 0; t < s_.num_new; ++t) {
+      fits &= PlaceFits(s_, span_.length, where()[t]);
+    }
     if (!fits) *b_.error = 1;
     for (int32_t r = 0; r < s_.rows(); ++r) {
       const int32_t t = r / s_.group(), n = head_ * s_.group() + r % s_.group();

@@ -7,6 +7,16 @@
 namespace kvjax {
 namespace {
 
+// Stored cells end here, even if a length passes the capacity.
+int64_t StoredEnd(const LayerShape& shape, int64_t length) {
+  return std::min<int64_t>(length, shape.num_cells());
+}
+
+// The first cell of the tail that a step sees; StoredEnd or above if it sees none.
+int64_t TailStart(const LayerShape& shape, int64_t length) {
+  return std::max<int64_t>(shape.device_cells, FirstVisible(length, shape.window));
+}
+
 // Blocks up to here may hold a cell or a row of the step.
 int64_t EndBlock(const LayerShape& shape, int64_t length) {
   return CeilDiv(std::min<int64_t>(length + shape.num_new, shape.num_cells()), kBlock);
@@ -29,7 +39,8 @@ class Cutter {
   Cutter(const LayerShape& shape, int64_t slot_bytes)
       : shape_(shape), slot_bytes_(slot_bytes) {}
 
-  // Adds cells [cell, end) of a sequence, over as many segments as they need.
+  // Adds cells [cell, end) of a sequence, its last ones, over as many segments as they
+  // need.
   void Add(int32_t seq, int64_t length, int64_t cell, int64_t end, bool first) {
     while (cell < end) {
       const int64_t stop = Fits(cell, end);
@@ -39,7 +50,7 @@ class Cutter {
       }
       Place(seq, cell, (stop - cell) * shape_.row_bytes);
       const int64_t first_block = cell / kBlock;
-      const bool last = stop == length;
+      const bool last = stop == end;
       const int64_t end_block = last ? EndBlock(shape_, length) : stop / kBlock;
       segment_.spans.push_back({seq, int32_t(length), int32_t(first_block),
                                 int32_t(end_block - first_block), int32_t(cell),
@@ -121,7 +132,7 @@ std::vector<Span> ResidentSpans(const LayerShape& shape, const int32_t* lengths)
   std::vector<Span> spans;
   for (int32_t b = 0; b < shape.num_seqs; ++b) {
     const int64_t length = lengths[b];
-    const bool last = length <= shape.device_cells;
+    const bool last = TailStart(shape, length) >= StoredEnd(shape, length);
     const int64_t cell = std::min(FirstVisible(length, shape.window), length);
     const int64_t first_block = cell / kBlock;
     const int64_t end_block =
@@ -143,10 +154,9 @@ std::vector<Segment> CutTail(const LayerShape& shape, const int32_t* lengths,
   Cutter cutter(shape, slot_bytes);
   for (int32_t b = 0; b < shape.num_seqs; ++b) {
     const int64_t visible = FirstVisible(lengths[b], shape.window);
-    const int64_t cell = std::max<int64_t>(shape.device_cells, visible);
-    const int64_t end = std::min<int64_t>(lengths[b], shape.num_cells());
     const bool first = visible / kBlock * kBlock >= shape.device_cells;
-    cutter.Add(b, lengths[b], cell, end, first);
+    cutter.Add(b, lengths[b], TailStart(shape, lengths[b]),
+               StoredEnd(shape, lengths[b]), first);
   }
   return cutter.Take();
 }

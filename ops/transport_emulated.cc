@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <random>
@@ -83,7 +84,10 @@ class EmulatedStream {
   std::thread thread_;  // last: it runs as soon as it is made
 };
 
-EmulatedEvent* AsEvent(Event event) { return static_cast<EmulatedEvent*>(event); }
+// Shared with the work that refers to it: as with CUDA an event may be freed before that
+// work is done.
+using SharedEvent = std::shared_ptr<EmulatedEvent>;
+SharedEvent AsEvent(Event event) { return *static_cast<SharedEvent*>(event); }
 
 void CopyRows(const Copy& copy, const char* source, char* target) {
   for (int64_t i = 0; i < copy.height; ++i) {
@@ -126,11 +130,13 @@ void EmulatedTransport::FreeStream(Stream stream) {
 }
 
 Status EmulatedTransport::MakeEvent(Event* event) {
-  *event = new EmulatedEvent;
+  *event = new SharedEvent(std::make_shared<EmulatedEvent>());
   return Status::Ok();
 }
 
-void EmulatedTransport::FreeEvent(Event event) { delete AsEvent(event); }
+void EmulatedTransport::FreeEvent(Event event) {
+  delete static_cast<SharedEvent*>(event);
+}
 
 Status EmulatedTransport::Enqueue(Stream stream, const Copy& copy, const char* source,
                                   char* target) {
@@ -139,20 +145,23 @@ Status EmulatedTransport::Enqueue(Stream stream, const Copy& copy, const char* s
 }
 
 Status EmulatedTransport::Record(Event event, Stream stream) {
-  const int64_t record = AsEvent(event)->Record();
-  EnqueueWork(stream, [=] { AsEvent(event)->Pass(record); });
+  const SharedEvent shared = AsEvent(event);
+  const int64_t record = shared->Record();
+  EnqueueWork(stream, [=] { shared->Pass(record); });
   return Status::Ok();
 }
 
 Status EmulatedTransport::Wait(Stream stream, Event event) {
-  const int64_t record = AsEvent(event)->latest();
+  const SharedEvent shared = AsEvent(event);
+  const int64_t record = shared->latest();
   if (record == 0) return Status::Internal("a wait on an event that was never recorded");
-  EnqueueWork(stream, [=] { AsEvent(event)->Await(record); });
+  EnqueueWork(stream, [=] { shared->Await(record); });
   return Status::Ok();
 }
 
 Status EmulatedTransport::Synchronize(Event event) {
-  AsEvent(event)->Await(AsEvent(event)->latest());
+  const SharedEvent shared = AsEvent(event);
+  shared->Await(shared->latest());
   return Status::Ok();
 }
 

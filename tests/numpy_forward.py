@@ -68,7 +68,10 @@ def read_gguf(path: Path) -> tuple[Facts, dict[str, np.ndarray]]:
         interleaved=True,
         divisors=divisors,
     )
-    weights = {"embedding": read("token_embd.weight"), "norm": read("output_norm.weight")}
+    weights = {
+        "embedding": read("token_embd.weight"),
+        "norm": read("output_norm.weight"),
+    }
     if "output.weight" in tensors:
         weights["head"] = read("output.weight")
     for layer in range(facts.num_layers):

@@ -81,10 +81,11 @@ def undisturbed() -> tuple[tuple[int, ...], ...]:
 def whole_forward():
     """A jitted forward pass over a whole sequence on an empty cache."""
     placement = place(1, device_cells=256, backend="reference")
+    reader = model()
 
     @jax.jit
     def forward(cache: Cache, tokens, length):
-        return model()(tokens, cache, placement, length, logits="last")[0]
+        return reader(tokens, cache, placement, length, logits="last")[0]
 
     return functools.partial(forward, init_cache(placement))
 
@@ -257,7 +258,7 @@ def test_nothing_compiles_again_for_other_lengths_seeds_or_turns():
 @pytest.mark.parametrize("num_devices", [1, 3])
 def test_cells_stay_where_they_lie(one_jit, num_devices):
     where = {"device_cells": 128, "num_devices": num_devices}
-    cache = init_cache(decoder(3, **where).placement)
+    cache = run(where=where).cache
 
     def addresses(cache):
         parts = [part for layer in cache.layers for part in layer]
@@ -265,7 +266,8 @@ def test_cells_stay_where_they_lie(one_jit, num_devices):
         return [shard.data.unsafe_buffer_pointer() for shard in shards]
 
     before = addresses(cache)
-    assert addresses(run(cache=cache, where=where, one_jit=one_jit).cache) == before
+    after = run(cache=cache, where=where, one_jit=one_jit, max_new_tokens=5).cache
+    assert addresses(after) == before
 
 
 def test_functions_lower_without_any_array():
@@ -303,7 +305,6 @@ def fresh_cache() -> Cache:
         ([[1], [], [2]], {}, "prompt 1 is empty"),
         ([[1], [2], [211]], {}, "token of prompt 2 must be between 0 and 210, got 211"),
         ([[1], [-1], [2]], {}, "token of prompt 1 must be between 0 and 210, got -1"),
-        ([[1], [0.5], [2]], {}, "must be a whole number"),
         (PROMPTS, {"max_new_tokens": 0}, "max_new_tokens must be between 1"),
         (PROMPTS, {"max_new_tokens": 174}, "needs 257 cells .* the cache has 256"),
         (PROMPTS, {"stop_tokens": [211]}, "stop token must be between 0 and 210"),
@@ -327,8 +328,9 @@ def test_the_last_cell_can_be_used():
 
 def test_cells_that_were_moved_are_refused():
     cache = fresh_cache()
-    device = jax.devices()[0]
-    moved = cache.layers[1]._replace(tail=jax.device_put(cache.layers[1].tail, device))
+    tail = cache.layers[1].tail
+    on_device = tail.sharding.with_memory_kind("device")
+    moved = cache.layers[1]._replace(tail=jax.device_put(tail, on_device))
     layers = (cache.layers[0], moved)
     with pytest.raises(ValueError, match="init_cache"):
         generate(decoder(3), cache._replace(layers=layers), PROMPTS, max_new_tokens=1)
@@ -409,7 +411,6 @@ def test_a_draw_does_not_depend_on_batch_mates():
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
         ({"top_k": -1}, "top_k must be between 0"),
-        ({"top_k": 2.5}, "top_k must be a whole number"),
         ({"top_p": 0.0}, "top_p must be above 0"),
         ({"top_p": 1.01}, "top_p must be above 0 and at most 1"),
         ({"seed": -1}, "seed must be between 0"),

@@ -72,7 +72,7 @@ OPS = {
     "begin": {"initialize": "_initialize", "execute": ""},
     "append": {"execute": ""},
     "attend_ring": {"execute": ""},
-    "attend_device": {"execute": ""},
+    "attend_device": {"initialize": "_initialize", "execute": ""},
 }
 
 
@@ -118,6 +118,9 @@ def _result(x: Array, shape: tuple[int, ...] | None = None):
 
 
 def _manual(placement: Placement, f, in_specs, out_specs):
+    for platform in LIBRARIES:  # both: a program may be compiled for another platform
+        library(platform)
+    require(placement.mesh.devices.flat[0].platform)
     return jax.shard_map(
         f, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )

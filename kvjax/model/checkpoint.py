@@ -111,7 +111,9 @@ class GgufCheckpoint(Checkpoint):
         self.path = path
         self.metadata = {key: field.contents() for key, field in reader.fields.items()}
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self.shapes = {n: tuple(t.shape[::-1].tolist()) for n, t in self._tensors.items()}
+        self.shapes = {
+            n: tuple(t.shape[::-1].tolist()) for n, t in self._tensors.items()
+        }
         divisors = self._tensors.get("rope_freqs.weight")
         self.shapes.pop("rope_freqs.weight", None)
         self.config = gguf_config(
@@ -365,7 +367,8 @@ def gguf_config(
     head_dim = get("attention.key_length", width // num_heads)
     scaling = get("rope.scaling.type", "none")
     reasons = {
-        f"a file split in {fields.get('split.count')}": fields.get("split.count", 1) > 1,
+        f"a file split in {fields.get('split.count')}": fields.get("split.count", 1)
+        > 1,
         "mixture of experts": get("expert_count", 0) > 0,
         f"RoPE scaling {scaling!r}": scaling != "none",
         "linear RoPE scaling": get("rope.scale_linear", 1.0) != 1.0,
@@ -414,7 +417,9 @@ def hf_config(
     arch = HF_ARCHITECTURES[names[0]]
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     scaling = rope.get("rope_type", rope.get("type", "default"))
-    window = raw.get("use_sliding_window", arch == "llama" and raw.get("sliding_window"))
+    window = raw.get(
+        "use_sliding_window", arch == "llama" and raw.get("sliding_window")
+    )
     reasons = {
         f"RoPE scaling {scaling!r}": scaling not in ("default", "llama3"),
         "sliding window": window or "sliding_attention" in raw.get("layer_types", ()),
@@ -422,7 +427,8 @@ def hf_config(
         "attention bias": arch != "qwen2" and raw.get("attention_bias"),
         "mlp bias": raw.get("mlp_bias"),
         "RoPE on part of a head": raw.get("partial_rotary_factor", 1.0) != 1.0,
-        f"activation {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
+        f"activation {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu")
+        != "silu",
         "quantised weights": raw.get("quantization_config"),
     }
     refuse(path, [reason for reason, holds in reasons.items() if holds])
@@ -485,7 +491,9 @@ def refuse(path: Path, reasons: list[str]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
-        raise ValueError(f"{path.parent} has no {path.name}; it must be a model directory")
+        raise ValueError(
+            f"{path.parent} has no {path.name}; it must be a model directory"
+        )
     return json.loads(path.read_text(encoding="utf-8"))
 
 

@@ -12,14 +12,15 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jaxtyping import Array, Float, Int, PyTree
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from kvjax.cache.state import Cache
 from kvjax.config import check_range
@@ -28,6 +29,7 @@ from kvjax.model.attention import Step
 
 WEIGHT_DTYPES = ("bfloat16", "float32")
 SPLIT = "tp"  # what a parameter's spec calls the axis that splits it
+Leaf = Array | jax.ShapeDtypeStruct  # the latter in a model of shapes only
 Rotation = tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]
 
 
@@ -133,19 +135,23 @@ class ModelConfig:
                 f"rope_theta must be above 0 and norm_eps not below 0, got "
                 f"{self.rope_theta} and {self.norm_eps}"
             )
-        if isinstance(self.rope_scaling, tuple) and (
-            len(self.rope_scaling) != self.head_dim // 2 or min(self.rope_scaling) <= 0
-        ):
+        if isinstance(self.rope_scaling, tuple):
+            self._check_divisors(self.rope_scaling)
+
+    def _check_divisors(self, divisors: tuple[float, ...]) -> None:
+        if len(divisors) != self.head_dim // 2 or min(divisors) <= 0:
             raise ValueError(
                 f"rope_scaling must hold {self.head_dim // 2} divisors above 0, got "
-                f"{len(self.rope_scaling)}, the least {min(self.rope_scaling, default=0)}"
+                f"{len(divisors)}, the least {min(divisors, default=0)}"
             )
 
     @classmethod
     def of(cls, name: str) -> "ModelConfig":
         """A published or test geometry by its name in `GEOMETRIES`."""
         if name not in GEOMETRIES:
-            raise ValueError(f"geometry must be one of {list(GEOMETRIES)}, got {name!r}")
+            raise ValueError(
+                f"geometry must be one of {list(GEOMETRIES)}, got {name!r}"
+            )
         return GEOMETRIES[name]
 
     @property
@@ -261,20 +267,18 @@ class Layer(nnx.Module):
     """One block: attention, then the gated mlp, each behind a norm and a residual."""
 
     def __init__(self, config: ModelConfig, dtype: str):
-        D, N, K, H = config.width, config.num_heads, config.num_kv_heads, config.head_dim
-        F, eps = config.mlp_width, config.norm_eps
-        self.eps, self.scale = eps, H**-0.5
+        D, F, H = config.width, config.mlp_width, config.head_dim
+        N, K = config.num_heads, config.num_kv_heads
+        self.eps, self.scale = config.norm_eps, H**-0.5
         norm = dict(mean=1.0, std=0.1)
+        bias, qk_norm = config.qkv_bias, config.qk_norm
         self.attn_norm = weight(dtype, D, **norm)
         self.q = weight(dtype, D, N, H, split=1, std=D**-0.5)
         self.kv = weight(dtype, D, 2, K, H, split=2, std=D**-0.5)
-        self.q_bias = self.kv_bias = self.q_norm = self.k_norm = None
-        if config.qkv_bias:
-            self.q_bias = weight(dtype, N, H, split=0, std=0.1)
-            self.kv_bias = weight(dtype, 2, K, H, split=1, std=0.1)
-        if config.qk_norm:
-            self.q_norm = weight(dtype, H, **norm)
-            self.k_norm = weight(dtype, H, **norm)
+        self.q_bias = weight(dtype, N, H, split=0, std=0.1) if bias else None
+        self.kv_bias = weight(dtype, 2, K, H, split=1, std=0.1) if bias else None
+        self.q_norm = weight(dtype, H, **norm) if qk_norm else None
+        self.k_norm = weight(dtype, H, **norm) if qk_norm else None
         self.o = weight(dtype, N, H, D, split=0, std=(N * H) ** -0.5)
         self.mlp_norm = weight(dtype, D, **norm)
         self.gate_up = weight(dtype, D, 2, F, split=2, std=D**-0.5)
@@ -287,12 +291,12 @@ class Layer(nnx.Module):
         q, k, v = self.qkv(y)
         q, k = rotate(q, rotation), rotate(k, rotation)
         y = step.attend(index, q.astype(x.dtype), k, v, scale=self.scale)
-        x = add(x, gather("BTNH,NHD->BTD", y, self.o, step.placement))
+        x = add(x, summed("BTNH,NHD->BTD", y, self.o, step.placement))
 
         y = rms_norm(x, self.mlp_norm, self.eps).astype(x.dtype)
         gate_up = product("BTD,DCF->BTCF", y, self.gate_up)
-        y = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
-        return add(x, gather("BTF,FD->BTD", y.astype(x.dtype), self.down, step.placement))
+        y = (jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]).astype(x.dtype)
+        return add(x, summed("BTF,FD->BTD", y, self.down, step.placement))
 
     def qkv(
         self, x: Float[Array, "B T D"]
@@ -336,7 +340,7 @@ class Transformer(nnx.Module):
         placement: Placement,
         num_new: Int[Array, " B"] | None = None,
         *,
-        logits: Literal["last", "all"] = "last",
+        logits: str = "last",
     ) -> tuple[Float[Array, "B *T V"], Cache]:
         """One step: appends the tokens to the cache and returns the logits.
 
@@ -394,10 +398,10 @@ def product(
     )
 
 
-def gather(
+def summed(
     dims: str, x: Array, w: nnx.Param, placement: Placement
 ) -> Float[Array, "B T D"]:
-    """`product` over dimensions that devices share: summed over them, on every device."""
+    """`product` over dimensions that devices share: summed, on every device."""
     everywhere = placement.sharding(P())
     return placement.constrain(product(dims, x, w, everywhere), P())
 
@@ -407,7 +411,7 @@ def add(x: Float[Array, "B T D"], y: Float[Array, "B T D"]) -> Float[Array, "B T
     return (x.astype(jnp.float32) + y).astype(x.dtype)
 
 
-def rms_norm(x: Float[Array, "*"], w: nnx.Param, eps: float) -> Float[Array, "*"]:
+def rms_norm(x: Float[Array, "..."], w: nnx.Param, eps: float) -> Float[Array, "..."]:
     """x over the root of its mean square, times w; float32 (arXiv:1910.07467)."""
     x = x.astype(jnp.float32)
     square = jnp.mean(x * x, axis=-1, keepdims=True)
@@ -420,14 +424,18 @@ def rotations(config: ModelConfig, positions: Int[Array, "B T"]) -> Rotation:
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def rotate(x: Float[Array, "B T heads H"], rotation: Rotation) -> Float[Array, "B T heads H"]:
+def rotate(
+    x: Float[Array, "B T heads H"], rotation: Rotation
+) -> Float[Array, "B T heads H"]:
     """RoPE: the first and the second half of a head are the two coordinates."""
     cos, sin = rotation
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def last(x: Float[Array, "B T D"], num_new: Int[Array, " B"] | None) -> Float[Array, "B D"]:
+def last(
+    x: Float[Array, "B T D"], num_new: Int[Array, " B"] | None
+) -> Float[Array, "B D"]:
     """Each sequence's last real token."""
     if num_new is None or x.shape[1] == 1:
         return x[:, -1]
@@ -445,12 +453,12 @@ class Skeleton(NamedTuple):
     graphdef: nnx.GraphDef
     tree: jax.tree_util.PyTreeDef
 
-    def merge(self, leaves: list[Array]) -> Transformer:
+    def merge(self, leaves: list[Leaf]) -> Transformer:
         """The model with these arrays; call it inside the trace."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.tree, leaves))
 
 
-def split(model: Transformer) -> tuple[Skeleton, list[Array]]:
+def split(model: Transformer) -> tuple[Skeleton, list[Leaf]]:
     """Takes a model apart, once: a jit over plain arrays is dispatched fastest."""
     graphdef, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
@@ -479,7 +487,9 @@ def shardings(
 
     def place(param: nnx.Param) -> nnx.Param:
         divides = [size % mesh.shape[axis] == 0 for size in param.shape]
-        spec = P(*(axis if s and d else None for s, d in zip(param.out_sharding, divides)))
+        spec = P(
+            *(axis if s and d else None for s, d in zip(param.out_sharding, divides))
+        )
         return param.replace(NamedSharding(mesh, spec))
 
     return jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, nnx.Param))
@@ -491,7 +501,7 @@ def fill(
     axis: str,
     make: Callable[[str, nnx.Param, NamedSharding], Array],
 ) -> Transformer:
-    """A model with the arrays that `make(name, param, sharding)` returns, one by one."""
+    """A model of the arrays that `make(name, param, sharding)` returns, one by one."""
     graphdef, state = nnx.split(model)
     places = dict(nnx.to_flat_state(shardings(state, mesh, axis)))
     filled = [
@@ -509,7 +519,7 @@ def random_model(
     mesh: Mesh | None = None,
     axis: str = "tp",
 ) -> Transformer:
-    """A model of random weights, made on the devices, the same for every mesh.
+    """A model of random weights, made on the devices, the same on every mesh.
 
     Args:
       config: Its geometry.
@@ -518,19 +528,41 @@ def random_model(
       mesh: The cache's mesh; None = one device.
       axis: The mesh axis to split over.
     """
-    mesh = make_mesh() if mesh is None else mesh
-    key, index = jax.random.key(seed), itertools.count()
-
-    @functools.cache  # few compilations: layers share their shapes
-    def maker(shape, dtype, mean, std, sharding):
-        def draw(key, i):
-            values = jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32)
-            return (mean + std * values).astype(dtype)
-
-        return jax.jit(draw, out_shardings=sharding)
+    check_range("seed", seed, 0, (1 << 32) - 1)
+    count = itertools.count()
 
     def make(name: str, param: nnx.Param, sharding: NamedSharding) -> Array:
-        draw = maker(param.shape, param.dtype, param.mean, param.std, sharding)
-        return draw(key, next(index))
+        draw = _draw(param.shape, param.dtype, param.mean, param.std, sharding)
+        return draw(np.uint32(seed), np.uint32(next(count)))
 
+    mesh = make_mesh() if mesh is None else mesh
     return fill(Transformer(config, dtype=dtype), mesh, axis, make)
+
+
+@functools.cache  # few compilations: layers share their shapes
+def _draw(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    mean: float,
+    std: float,
+    sharding: NamedSharding,
+) -> Callable[[UInt32[Array, ""], UInt32[Array, ""]], Array]:
+    """A jitted (seed, index) -> even spread, each element by its place alone."""
+
+    def draw(seed, index):
+        place = jnp.zeros((), jnp.uint32)
+        for axis, size in enumerate(shape):
+            along = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+            place = place * np.uint32(size) + along
+        bits = mix(place ^ mix(index ^ mix(seed)))
+        unit = (bits >> 8).astype(jnp.float32) * 2.0**-23 - 1  # -1 to 1
+        return (mean + std * 3**0.5 * unit).astype(dtype)
+
+    return jax.jit(draw, out_shardings=sharding)
+
+
+def mix(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    """Scatters the bits of 32-bit numbers: the finaliser of MurmurHash3."""
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

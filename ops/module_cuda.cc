@@ -1,0 +1,288 @@
+// FFI handlers of a GPU. Only begin waits for the device; attend_device and nothing else
+// may be captured in a CUDA graph, since it keeps no books on the host.
+#include <cuda_runtime.h>
+
+#include "append.h"
+#include "attention_gpu.h"
+#include "cuda_status.h"
+#include "handlers.h"
+#include "transport_cuda.h"
+
+namespace kvjax {
+namespace {
+
+std::unique_ptr<Transport> MakeTransport(int64_t device) {
+  return std::make_unique<CudaTransport>(int(device));
+}
+
+std::shared_ptr<Ring> RingOf(int64_t ring_id, int32_t device) {
+  return FindRing(ring_id, device, MakeTransport);
+}
+
+// Every ring that this library opens has this transport.
+CudaTransport& TransportOf(Ring& ring) { return static_cast<CudaTransport&>(ring.transport()); }
+
+// The stage before a program runs, which XLA fences: all that may allocate or load.
+ffi::Error BeginInitialize(int32_t device, ffi::AnyBuffer, ffi::Buffer<ffi::S32> lengths,
+                           ffi::Buffer<ffi::U32>, ffi::RemainingArgs,
+                           ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::Buffer<ffi::S32>>,
+                           ffi::Result<ffi::Buffer<ffi::U32>>, int64_t ring_id,
+                           ffi::Span<const int64_t>, ffi::Span<const int64_t>,
+                           ffi::Span<const int64_t>, ffi::Span<const int64_t>) {
+  Status status = PrepareAttention();
+  if (!status.ok()) return ToError(status);
+  const auto ring = RingOf(ring_id, device);
+  std::lock_guard<std::mutex> lock(ring->mutex());
+  status = TransportOf(*ring).PrepareWords(kLengthsWord + int64_t(lengths.element_count()));
+  ring->Prepare();
+  return ToError(status);
+}
+
+ffi::Error Begin(cudaStream_t stream, int32_t device, ffi::AnyBuffer tokens,
+                 ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::U32> stamp,
+                 ffi::RemainingArgs tails, ffi::Result<ffi::AnyBuffer> tokens_out,
+                 ffi::Result<ffi::Buffer<ffi::S32>> ticket,
+                 ffi::Result<ffi::Buffer<ffi::U32>> stamp_out, int64_t ring_id,
+                 ffi::Span<const int64_t> tail_layers, ffi::Span<const int64_t> first_cells,
+                 ffi::Span<const int64_t> attend_layers,
+                 ffi::Span<const int64_t> attend_windows) {
+  StepPlan plan;
+  const BeginAttrs attrs{ring_id, tail_layers, first_cells, attend_layers, attend_windows};
+  Status status = MakePlan(attrs, tokens, tails, &plan);
+  if (!status.ok()) return ToError(status);
+  const auto ring = RingOf(ring_id, device);
+  int32_t* words = TransportOf(*ring).words();
+  const int64_t num_seqs = int64_t(lengths.element_count());
+  status = LaunchBegin(stream, lengths.typed_data(), num_seqs, stamp.typed_data(),
+                       NextStamp(), words, stamp_out->typed_data(), ticket->typed_data());
+  if (!status.ok()) return ToError(status);
+  if (tokens_out->untyped_data() != tokens.untyped_data()) {
+    status = KVJAX_CUDA(cudaMemcpyAsync(tokens_out->untyped_data(), tokens.untyped_data(),
+                                        tokens.size_bytes(), cudaMemcpyDeviceToDevice,
+                                        stream));
+    if (!status.ok()) return ToError(status);
+  }
+  // The plan needs the lengths on the host; without this it is made of the step before's.
+  status = KVJAX_CUDA(cudaStreamSynchronize(stream));
+  if (!status.ok()) return ToError(status);
+
+  std::lock_guard<std::mutex> lock(ring->mutex());
+  if (words[kErrorWord] != 0) ring->NoteLengthError();
+  words[kErrorWord] = 0;
+  plan.lengths.assign(words + kLengthsWord, words + kLengthsWord + num_seqs);
+  return ToError(ring->Begin(stream, std::move(plan)));
+}
+
+ffi::Error Append(cudaStream_t stream, int32_t device, ffi::AnyBuffer cells,
+                  ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> where, ffi::Buffer<ffi::S32>,
+                  ffi::Result<ffi::AnyBuffer> out, int64_t ring_id, bool is_tail) {
+  Status status = CheckAppend(cells, rows, where);
+  if (!status.ok()) return ToError(status);
+  char* target = static_cast<char*>(out->untyped_data());
+  if (target != cells.untyped_data()) {
+    status = KVJAX_CUDA(cudaMemcpyAsync(target, cells.untyped_data(), cells.size_bytes(),
+                                        cudaMemcpyDefault, stream));
+    if (!status.ok()) return ToError(status);
+  }
+  const auto dims = rows.dimensions();
+  const int64_t row_bytes =
+      dims[2] * dims[3] * int64_t(ffi::ByteWidth(rows.element_type()));
+  status = LaunchAppend(stream, static_cast<const char*>(rows.untyped_data()),
+                        where.typed_data(), dims[0], dims[1], cells.dimensions()[1],
+                        row_bytes, target);
+  if (is_tail) {
+    const auto ring = RingOf(ring_id, device);
+    std::lock_guard<std::mutex> lock(ring->mutex());
+    ring->NoteAppend(target);
+  }
+  return ToError(status);
+}
+
+template <typename T>
+Status Take(ffi::ScratchAllocator& scratch, int64_t count, T** memory) {
+  const auto taken = scratch.Allocate(size_t(count) * sizeof(T), 16);
+  if (!taken.has_value()) {
+    return Status::Exhausted("no device memory for " + std::to_string(count * sizeof(T)) +
+                             " bytes of scratch");
+  }
+  *memory = static_cast<T*>(*taken);
+  return Status::Ok();
+}
+
+ffi::Error AttendRing(cudaStream_t stream, int32_t device, ffi::ScratchAllocator allocator,
+                      ffi::AnyBuffer q, ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> lengths,
+                      ffi::Buffer<ffi::S32> where, ffi::Buffer<ffi::S32> ticket,
+                      ffi::RemainingArgs parts, ffi::Result<ffi::AnyBuffer> out,
+                      ffi::Result<ffi::Buffer<ffi::S32>> ticket_out, float scale,
+                      float soft_cap, int64_t window, int64_t value_dim, int64_t ring_id,
+                      int64_t layer, int64_t device_cells) {
+  AttentionShape shape;
+  AttendCall call;
+  const AttendOperands operands{q, rows, lengths, where, parts};
+  Status status = MakeShape(operands, {scale, soft_cap, window, value_dim}, &shape);
+  if (status.ok()) {
+    status = MakeCall(operands, shape, layer, window, device_cells, &call);
+  }
+  if (!status.ok()) return ToError(status);
+  const auto ring = RingOf(ring_id, device);
+
+  float* state = nullptr;
+  const int64_t states = int64_t(shape.num_seqs) * shape.num_kv_heads * shape.rows();
+  status = Take(allocator, states * StateFloats(shape.value_dim), &state);
+  if (!status.ok()) return ToError(status);
+  const AttentionBuffers buffers{q.untyped_data(),     rows.untyped_data(),
+                                 lengths.typed_data(), where.typed_data(),
+                                 out->untyped_data(),  state,
+                                 TransportOf(*ring).words() + kErrorWord};
+  float* workspace = nullptr;
+  int64_t workspace_floats = 0;
+  const Launch launch = [&](const char* base, const std::vector<Span>& spans) {
+    int64_t num_blocks = 0;
+    for (const Span& span : spans) num_blocks += span.num_blocks;
+    const int64_t floats = WorkspaceFloats(shape, num_blocks);
+    if (floats > workspace_floats) {
+      KVJAX_RETURN_IF_ERROR(Take(allocator, floats, &workspace));
+      workspace_floats = floats;
+    }
+    return LaunchSpans(stream, shape, buffers, base, spans, workspace);
+  };
+  const Scratch scratch = [&](int64_t bytes, char** slot) {
+    return Take(allocator, bytes, slot);
+  };
+
+  std::lock_guard<std::mutex> lock(ring->mutex());
+  status = Attend(*ring, stream, call, launch, scratch);
+  if (status.ok() && ticket_out->untyped_data() != ticket.untyped_data()) {
+    status = KVJAX_CUDA(cudaMemcpyAsync(ticket_out->untyped_data(), ticket.untyped_data(), 4,
+                                        cudaMemcpyDeviceToDevice, stream));
+  }
+  return ToError(status);
+}
+
+ffi::Error AttendDeviceInitialize() { return ToError(PrepareAttention()); }
+
+ffi::Error AttendDevice(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer rows,
+                        ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> where,
+                        ffi::Buffer<ffi::S32> ticket, ffi::RemainingArgs parts,
+                        ffi::Result<ffi::AnyBuffer> out,
+                        ffi::Result<ffi::Buffer<ffi::S32>> ticket_out,
+                        ffi::Result<ffi::Buffer<ffi::F32>> workspace, float scale,
+                        float soft_cap, int64_t window, int64_t value_dim) {
+  AttentionShape shape;
+  const AttendOperands operands{q, rows, lengths, where, parts};
+  Status status = MakeShape(operands, {scale, soft_cap, window, value_dim}, &shape);
+  if (!status.ok()) return ToError(status);
+  const int64_t blocks = int64_t(shape.num_seqs) * shape.capacity / kBlock;
+  if (int64_t(workspace->element_count()) < WorkspaceFloats(shape, blocks)) {
+    return ToError(Status::Invalid("attend's workspace is too small"));
+  }
+  const AttentionBuffers buffers{q.untyped_data(),     rows.untyped_data(),
+                                 lengths.typed_data(), where.typed_data(),
+                                 out->untyped_data(),  nullptr,
+                                 nullptr};
+  const ffi::AnyBuffer cells = *parts.get<ffi::AnyBuffer>(0);
+  status = LaunchDevice(stream, shape, buffers,
+                        static_cast<const char*>(cells.untyped_data()),
+                        workspace->typed_data());
+  if (status.ok() && ticket_out->untyped_data() != ticket.untyped_data()) {
+    status = KVJAX_CUDA(cudaMemcpyAsync(ticket_out->untyped_data(), ticket.untyped_data(), 4,
+                                        cudaMemcpyDeviceToDevice, stream));
+  }
+  return ToError(status);
+}
+
+}  // namespace
+}  // namespace kvjax
+
+namespace ffi = kvjax::ffi;
+using CudaStream = ffi::PlatformStream<cudaStream_t>;
+
+// begin's operands, results and attributes, for both of its stages.
+#define KVJAX_BEGIN_OPERANDS(binding)             \
+  binding.Arg<ffi::AnyBuffer>()    /* tokens */   \
+      .Arg<ffi::Buffer<ffi::S32>>() /* lengths */ \
+      .Arg<ffi::Buffer<ffi::U32>>() /* stamp */   \
+      .RemainingArgs()              /* tails */   \
+      .Ret<ffi::AnyBuffer>()        /* tokens */  \
+      .Ret<ffi::Buffer<ffi::S32>>() /* ticket */  \
+      .Ret<ffi::Buffer<ffi::U32>>() /* stamp */   \
+      .Attr<int64_t>("ring_id")                   \
+      .Attr<ffi::Span<const int64_t>>("tail_layers")   \
+      .Attr<ffi::Span<const int64_t>>("first_cells")   \
+      .Attr<ffi::Span<const int64_t>>("attend_layers") \
+      .Attr<ffi::Span<const int64_t>>("attend_windows")
+
+#pragma GCC visibility push(default)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    kvjax_begin_initialize, kvjax::BeginInitialize,
+    KVJAX_BEGIN_OPERANDS(
+        ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::DeviceOrdinal>()));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    kvjax_begin, kvjax::Begin,
+    KVJAX_BEGIN_OPERANDS(ffi::Ffi::Bind().Ctx<CudaStream>().Ctx<ffi::DeviceOrdinal>()));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_append, kvjax::Append,
+                              ffi::Ffi::Bind()
+                                  .Ctx<CudaStream>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::AnyBuffer>()         // cells
+                                  .Arg<ffi::AnyBuffer>()         // rows
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // where
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // ticket
+                                  .Ret<ffi::AnyBuffer>()         // cells
+                                  .Attr<int64_t>("ring_id")
+                                  .Attr<bool>("is_tail"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_ring, kvjax::AttendRing,
+                              ffi::Ffi::Bind()
+                                  .Ctx<CudaStream>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::ScratchAllocator>()
+                                  .Arg<ffi::AnyBuffer>()         // q
+                                  .Arg<ffi::AnyBuffer>()         // rows
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // lengths
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // where
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // ticket
+                                  .RemainingArgs()               // device cells, tail
+                                  .Ret<ffi::AnyBuffer>()         // out
+                                  .Ret<ffi::Buffer<ffi::S32>>()  // ticket
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("value_dim")
+                                  .Attr<int64_t>("ring_id")
+                                  .Attr<int64_t>("layer")
+                                  .Attr<int64_t>("device_cells"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_device_initialize, kvjax::AttendDeviceInitialize,
+                              ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_device, kvjax::AttendDevice,
+                              ffi::Ffi::Bind()
+                                  .Ctx<CudaStream>()
+                                  .Arg<ffi::AnyBuffer>()         // q
+                                  .Arg<ffi::AnyBuffer>()         // rows
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // lengths
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // where
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // ticket
+                                  .RemainingArgs()               // cells
+                                  .Ret<ffi::AnyBuffer>()         // out
+                                  .Ret<ffi::Buffer<ffi::S32>>()  // ticket
+                                  .Ret<ffi::Buffer<ffi::F32>>()  // workspace
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("value_dim"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+#pragma GCC visibility pop
+
+// Opens the ring of one GPU; see RingSettings. False if one is open.
+KVJAX_EXPORT bool kvjax_ring_open(int64_t ring_id, int64_t device, int64_t depth,
+                                  int64_t slot_bytes, int64_t num_slots,
+                                  int64_t headroom_bytes, const char* decline) {
+  const kvjax::RingSettings settings{depth, slot_bytes, num_slots, headroom_bytes, decline};
+  return kvjax::OpenRing(ring_id, device, settings, kvjax::MakeTransport(device));
+}

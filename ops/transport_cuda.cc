@@ -1,0 +1,119 @@
+#include "transport_cuda.h"
+
+#include "cuda_status.h"
+
+namespace kvjax {
+namespace {
+
+cudaStream_t AsStream(Stream stream) { return static_cast<cudaStream_t>(stream); }
+cudaEvent_t AsEvent(Event event) { return static_cast<cudaEvent_t>(event); }
+
+// Makes a device current while it lives: calls come from XLA's threads and Python's.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    (void)cudaGetDevice(&before_);
+    if (before_ != device) (void)cudaSetDevice(device);
+  }
+  ~OnDevice() { (void)cudaSetDevice(before_); }
+
+ private:
+  int before_ = 0;
+};
+
+}  // namespace
+
+CudaTransport::~CudaTransport() {
+  const OnDevice on(device_);
+  if (words_ != nullptr) (void)cudaFreeHost(words_);
+}
+
+Status CudaTransport::PrepareWords(int64_t count) {
+  if (count <= num_words_) return Status::Ok();
+  const OnDevice on(device_);
+  int32_t* words = nullptr;
+  KVJAX_RETURN_IF_CUDA_ERROR(
+      cudaHostAlloc(reinterpret_cast<void**>(&words), count * 4, cudaHostAllocDefault));
+  for (int64_t i = 0; i < count; ++i) words[i] = 0;
+  if (words_ != nullptr) (void)cudaFreeHost(words_);
+  words_ = words;
+  num_words_ = count;
+  return Status::Ok();
+}
+
+Status CudaTransport::Allocate(int64_t bytes, char** memory) {
+  const OnDevice on(device_);
+  const Status status =
+      KVJAX_CUDA(cudaMalloc(reinterpret_cast<void**>(memory), bytes));
+  if (!status.ok()) (void)cudaGetLastError();  // not sticky: leave none for XLA
+  return status;
+}
+
+void CudaTransport::Free(char* memory) {
+  const OnDevice on(device_);
+  (void)cudaFree(memory);
+}
+
+Status CudaTransport::FreeBytes(int64_t* bytes) {
+  const OnDevice on(device_);
+  size_t free_bytes = 0, total = 0;
+  KVJAX_RETURN_IF_CUDA_ERROR(cudaMemGetInfo(&free_bytes, &total));
+  *bytes = int64_t(free_bytes);
+  return Status::Ok();
+}
+
+Status CudaTransport::MakeStream(Stream* stream) {
+  const OnDevice on(device_);
+  int least = 0, greatest = 0;
+  KVJAX_RETURN_IF_CUDA_ERROR(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  cudaStream_t made = nullptr;
+  KVJAX_RETURN_IF_CUDA_ERROR(
+      cudaStreamCreateWithPriority(&made, cudaStreamNonBlocking, greatest));
+  *stream = made;
+  return Status::Ok();
+}
+
+void CudaTransport::FreeStream(Stream stream) {
+  const OnDevice on(device_);
+  (void)cudaStreamDestroy(AsStream(stream));
+}
+
+Status CudaTransport::MakeEvent(Event* event) {
+  const OnDevice on(device_);
+  cudaEvent_t made = nullptr;
+  KVJAX_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&made, cudaEventDisableTiming));
+  *event = made;
+  return Status::Ok();
+}
+
+void CudaTransport::FreeEvent(Event event) {
+  const OnDevice on(device_);
+  (void)cudaEventDestroy(AsEvent(event));
+}
+
+Status CudaTransport::Enqueue(Stream stream, const Copy& copy, const char* source,
+               char* target) {
+  source += copy.source;
+  target += copy.target;
+  if (copy.height == 1) {
+    return KVJAX_CUDA(cudaMemcpyAsync(target, source, copy.width,
+                                      cudaMemcpyHostToDevice, AsStream(stream)));
+  }
+  return KVJAX_CUDA(cudaMemcpy2DAsync(target, copy.target_pitch, source,
+                                      copy.source_pitch, copy.width, copy.height,
+                                      cudaMemcpyHostToDevice, AsStream(stream)));
+}
+
+Status CudaTransport::Record(Event event, Stream stream) {
+  return KVJAX_CUDA(cudaEventRecord(AsEvent(event), AsStream(stream)));
+}
+
+Status CudaTransport::Wait(Stream stream, Event event) {
+  return KVJAX_CUDA(cudaStreamWaitEvent(AsStream(stream), AsEvent(event), 0));
+}
+
+Status CudaTransport::Synchronize(Event event) {
+  return KVJAX_CUDA(cudaEventSynchronize(AsEvent(event)));
+}
+
+}  // namespace kvjax

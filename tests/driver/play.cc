@@ -1,0 +1,254 @@
+#include "play.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "block_math.h"
+
+namespace kvjax {
+
+Play::Play(uint64_t seed, Machine* machine, bool threads)
+    : random_(seed),
+      machine_(*machine),
+      threads_(threads),
+      cache_(&random_, machine),
+      ring_id_(int64_t(seed)) {
+  Open(seed);
+}
+
+Play::~Play() {
+  if (closer_.joinable()) closer_.join();
+}
+
+void Play::Open(uint64_t seed) {
+  const int64_t num_slots = random_.Pick<int64_t>({1, 2, 3, 3, 4, 5, 8});
+  settings_.depth = random_.Between(0, 4);
+  settings_.num_slots = settings_.depth == 0 ? 0 : num_slots;
+  settings_.slot_bytes = kBlock * cache_.largest_row_bytes() * random_.Between(1, 4) +
+                         (random_.Chance(0.3) ? 16 * random_.Between(0, 300) : 0);
+  settings_.decline = "depth is 0";
+  machine_.slot_bytes = settings_.slot_bytes;
+  scratch_ = machine_.Allocate(settings_.slot_bytes);
+
+  Emulation emulation;
+  emulation.seed = seed;
+  emulation.max_delay_us = random_.Pick<int64_t>({0, 0, 10, 50, 200});
+  emulation.fail_allocation = random_.Chance(0.03);
+  if (random_.Chance(0.03)) emulation.free_bytes = settings_.ring_bytes() - 1;
+  Expect(OpenRing(ring_id_, 0, settings_, machine_.MakeTransport(emulation)),
+         "a new ring is open already");
+  ring_ = PeekRing(ring_id_, 0);
+}
+
+PlayResult Play::Run() {
+  const int64_t num_steps = random_.Between(2, 5);
+  for (int64_t i = 0; i < num_steps && !failed(); ++i) {
+    Step();
+    if (random_.Chance(0.03)) PlayIdle();
+    if (random_.Chance(0.04)) CloseSoon();
+  }
+  End();
+  return {machine_.failure(), ring_->stats(), launches_};
+}
+
+void Play::Step() {
+  cache_.DrawStep();
+  const std::vector<AttendKey> attends = DrawAttends();
+  std::vector<Range> renewed;
+  if (random_.Chance(0.2)) {  // the cache was copied between two steps
+    for (const Tail& tail : cache_.Tails()) renewed.push_back(cache_.Move(tail.layer));
+  }
+  Begin(attends);
+  old_tails_.insert(old_tails_.end(), renewed.begin(), renewed.end());
+  FreeOld();
+  for (AttendKey key : DrawCalls(attends)) {
+    if (failed() || !AttendOnce(key)) break;
+    if (random_.Chance(0.02)) CloseSoon();
+  }
+  if (!ledger_.open()) FreeOld();
+  cache_.Advance();
+  CheckCounts();
+}
+
+// Steps that need no tail, until the ring gives its memory back.
+void Play::PlayIdle() {
+  if (closer_.joinable()) return;
+  const std::vector<int32_t> lengths = cache_.lengths();
+  const std::vector<AttendKey> attends = random_.Chance(0.5) ? DrawAttends()
+                                                             : std::vector<AttendKey>();
+  cache_.SetLengths(std::vector<int32_t>(lengths.size(), 0));
+  ledger_.counts().given_back += ring_->stats().ring_bytes > 0;
+  for (int64_t i = 0; i <= kIdleSteps; ++i) Begin(attends);
+  Expect(ring_->stats().ring_bytes == 0, "an idle ring keeps its memory");
+  cache_.SetLengths(lengths);
+}
+
+// Closes the ring: now, or at any time from now on.
+void Play::CloseSoon() {
+  if (closer_.joinable()) return;
+  clean_ = false;
+  if (!threads_ || random_.Chance(0.3)) return CloseRing(ring_id_, 0);
+  closer_ = std::thread([id = ring_id_, wait = random_.Between(0, 3000)] {
+    std::this_thread::sleep_for(std::chrono::microseconds(wait));
+    CloseRing(id, 0);
+  });
+}
+
+void Play::End() {
+  if (closer_.joinable()) closer_.join();
+  CloseRing(ring_id_, 0);
+  Expect(ring_->stats().ring_bytes == 0, "a closed ring keeps its memory");
+  for (const Tail& tail : cache_.Tails()) {
+    old_tails_.push_back(cache_.layers()[tail.layer].tail);
+  }
+  FreeOld();
+  machine_.Finish();
+  CheckCounts();
+}
+
+// All layers that have a tail, in order; now and then one comes twice.
+std::vector<AttendKey> Play::DrawAttends() {
+  std::vector<AttendKey> attends;
+  for (const Tail& tail : cache_.Tails()) {
+    const bool windowed = random_.Chance(0.3);
+    const auto window = random_.Pick<int64_t>({1, 2, 100, 128, 129, 300, 5000});
+    attends.push_back({tail.layer, windowed ? window : 0});
+    if (random_.Chance(0.05)) attends.push_back({tail.layer, 0});
+    if (random_.Chance(0.05)) attends.push_back(attends.front());
+  }
+  return attends;
+}
+
+// The attends as they come: as planned, or some skipped, repeated, swapped or never.
+std::vector<AttendKey> Play::DrawCalls(const std::vector<AttendKey>& attends) {
+  std::vector<AttendKey> calls = attends;
+  if (random_.Chance(0.6)) return calls;
+  clean_ = false;
+  for (int64_t i = random_.Between(1, 3); i > 0 && !calls.empty(); --i) {
+    const int64_t last = int64_t(calls.size()) - 1;
+    const auto at = calls.begin() + random_.Between(0, last);
+    switch (random_.Between(0, 4)) {
+      case 0: calls.erase(at); break;
+      case 1: calls.insert(at, AttendKey(*at)); break;
+      case 2: std::swap(*at, calls[random_.Between(0, last)]); break;
+      case 3: calls.erase(at, calls.end()); break;
+      default: calls.insert(at, AttendKey{at->layer, 77}); break;
+    }
+  }
+  return calls;
+}
+
+void Play::Begin(const std::vector<AttendKey>& attends) {
+  ledger_.Begin(attends);
+  appended_.assign(cache_.layers().size(), false);
+  begun_.clear();
+  for (const TestLayer& layer : cache_.layers()) begun_.push_back(layer.tail.data);
+  StepPlan plan{cache_.lengths(), cache_.num_new(), cache_.Tails(), attends};
+  std::lock_guard<std::mutex> lock(ring_->mutex());
+  ring_->Prepare();
+  const Status begun = ring_->Begin(machine_.compute(), std::move(plan));
+  Expect(begun.ok(), "begin: " + begun.message);
+}
+
+// The step's append to a layer; whether it wrote a copy of the tail, for want of donation.
+bool Play::Append(int64_t layer) {
+  const bool moves = random_.Chance(0.03);
+  if (moves) old_tails_.push_back(cache_.Move(layer));
+  if (appended_[layer] || random_.Chance(0.05)) return moves;
+  cache_.Append(layer);
+  appended_[layer] = true;
+  return moves;
+}
+
+// False: the step dies here.
+bool Play::AttendOnce(AttendKey key) {
+  const bool moves = Append(key.layer);
+  const int64_t fail_at = random_.Chance(0.02) ? random_.Between(0, 5) : -1;
+  clean_ &= !moves && fail_at < 0;
+  const TestLayer& layer = cache_.layers()[key.layer];
+  const LayerShape shape = cache_.ShapeOf(key);
+  const AttendCall call{key,
+                        shape.num_seqs,
+                        shape.num_new,
+                        shape.row_bytes,
+                        shape.device_cells,
+                        layer.device.data,
+                        layer.tail.data};
+  Coverage coverage(shape, cache_.lengths());
+
+  std::lock_guard<std::mutex> lock(ring_->mutex());
+  if (moves) ring_->NoteAppend(call.tail);
+  ledger_.counts().moved_tails += moves;
+  const RingStats before = ring_->stats();
+  const bool moved = call.tail != begun_[key.layer];
+  const bool delivers = ledger_.Attend(key, moved, before.ring_bytes > 0);
+  const Status status = AttendWatched(call, fail_at, &coverage);
+  if (status.message == "as asked") return false;
+  Expect(status.ok(), "attend: " + status.message);
+  if (delivers) ledger_.EndDelivered();
+  CheckAttend(coverage, delivers, ring_->stats().ordered_bytes - before.ordered_bytes);
+  return true;
+}
+
+// Attends with launches that check what they get. Launch `fail_at` fails, if there is one.
+Status Play::AttendWatched(const AttendCall& call, int64_t fail_at, Coverage* coverage) {
+  int64_t num_launches = 0;
+  slot_launches_ = scratch_launches_ = 0;
+  const Launch launch = [&](const char* base, const std::vector<Span>& spans) {
+    if (num_launches++ == fail_at) return Status::Internal("as asked");
+    const bool resident = base == call.device, ordered = base == scratch_.data;
+    scratch_launches_ += ordered;
+    slot_launches_ += !resident && !ordered;
+    const std::string wrong = coverage->Add(spans, resident ? 0 : settings_.slot_bytes);
+    Expect(wrong.empty(), wrong);
+    std::vector<CellRead> reads;
+    for (const Span& span : spans) cache_.Reads(call.key.layer, span, base, &reads);
+    Range used;
+    if (!resident) used = {const_cast<char*>(base), settings_.slot_bytes};
+    machine_.Launch(std::move(reads), call.row_bytes, used);
+    return Status::Ok();
+  };
+  const Scratch scratch = [&](int64_t bytes, char** memory) {
+    Expect(bytes <= scratch_.bytes, "an ordered attend wants more than a slot");
+    *memory = scratch_.data;
+    return Status::Ok();
+  };
+  const Status status = Attend(*ring_, machine_.compute(), call, launch, scratch);
+  launches_ += num_launches;
+  return status;
+}
+
+void Play::CheckAttend(const Coverage& coverage, bool delivers, int64_t ordered_bytes) {
+  const std::string wrong = coverage.Complete();
+  Expect(wrong.empty(), wrong);
+  const int64_t live = coverage.LiveBytes();
+  const int64_t expected = delivers ? slot_launches_ : scratch_launches_;
+  Expect(slot_launches_ + scratch_launches_ == expected, "an attend took the wrong path");
+  Expect((expected > 0) == (live > 0), "launches of the tail without live cells, or none");
+  Expect(ordered_bytes == (delivers ? 0 : live), "ordered bytes are not the live ones");
+  if (!delivers) return;
+  delivered_segments_ += slot_launches_;
+  delivered_bytes_ += live;
+}
+
+void Play::CheckCounts() {
+  std::lock_guard<std::mutex> lock(ring_->mutex());
+  const RingStats stats = ring_->stats();
+  const std::string wrong = ledger_.Compare(stats);
+  Expect(wrong.empty(), wrong);
+  Expect(stats.early_bytes + stats.ordered_bytes + stats.gap_bytes ==
+             machine_.copied_bytes(),
+         "bytes early, ordered and in gaps are not those that were copied");
+  Expect(stats.gap_bytes == 0 || cache_.lengths().size() > 1, "a gap at one sequence");
+  Expect(stats.early_bytes >= delivered_bytes_, "more bytes were attended than delivered");
+  if (!clean_) return;
+  Expect(stats.early_bytes == delivered_bytes_, "bytes were delivered for nothing");
+  Expect(stats.deliveries == delivered_segments_, "segments were delivered for nothing");
+}
+
+void Play::FreeOld() {
+  for (const Range& tail : old_tails_) machine_.Free(tail);
+  old_tails_.clear();
+}
+
+}  // namespace kvjax

@@ -1,0 +1,78 @@
+// Plays one seed: a random cache and ring, some steps with jumps and mishaps, all on one
+// machine. Everything random is drawn in the order of the host's calls, so a seed is the
+// same play on each machine, however its threads run.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "attend.h"
+#include "cache.h"
+#include "coverage.h"
+#include "ledger.h"
+#include "machine.h"
+#include "registry.h"
+
+namespace kvjax {
+
+struct PlayResult {
+  std::string failure;  // "" = none
+  RingStats stats;
+  int64_t launches = 0;
+};
+
+class Play {
+ public:
+  // `threads`: the machine has them, so the ring may also be closed by another one.
+  Play(uint64_t seed, Machine* machine, bool threads);
+  ~Play();
+
+  PlayResult Run();
+
+ private:
+  void Open(uint64_t seed);
+  void Step();
+  void PlayIdle();
+  void CloseSoon();
+  void End();
+
+  std::vector<AttendKey> DrawAttends();
+  std::vector<AttendKey> DrawCalls(const std::vector<AttendKey>& attends);
+  void Begin(const std::vector<AttendKey>& attends);
+  bool Append(int64_t layer);
+  bool AttendOnce(AttendKey key);
+  Status AttendWatched(const AttendCall& call, int64_t fail_at, Coverage* coverage);
+  void FreeOld();
+  void CheckAttend(const Coverage& coverage, bool delivers, int64_t ordered_bytes);
+  void CheckCounts();
+  void Expect(bool fact, const std::string& text) {
+    if (!fact) machine_.Fail(text);
+  }
+  bool failed() { return !machine_.failure().empty(); }
+
+  Random random_;
+  Machine& machine_;
+  const bool threads_;
+  TestCache cache_;
+  const int64_t ring_id_;
+  RingSettings settings_;
+  std::shared_ptr<Ring> ring_;
+  Range scratch_;
+  std::thread closer_;
+
+  Ledger ledger_;
+  std::vector<bool> appended_;      // [L] in this step
+  std::vector<const char*> begun_;  // [L] tails as begin saw them
+  std::vector<Range> old_tails_;    // to be freed once the step is over
+
+  bool clean_ = true;              // no jump or mishap so far
+  int64_t slot_launches_ = 0;      // of this attend
+  int64_t scratch_launches_ = 0;   // of this attend
+  int64_t launches_ = 0;
+  int64_t delivered_segments_ = 0;
+  int64_t delivered_bytes_ = 0;
+};
+
+}  // namespace kvjax
