@@ -4,6 +4,7 @@ Here are the names that most programs need. The loop is in `kvjax.generate`, mod
 checkpoints and tokenizers are in `kvjax.model`. Importing kvjax starts no backend.
 """
 
+from kvjax.advice import advise
 from kvjax.cache.state import Cache, LayerCells, cache_bytes, reset
 from kvjax.config import CacheConfig, RingConfig
 from kvjax.delivery.allocate import footprint, init_cache
@@ -22,6 +23,7 @@ __all__ = [
     "RingStats",
     "Step",
     "__version__",
+    "advise",
     "cache_bytes",
     "device_bytes",
     "footprint",

@@ -13,7 +13,7 @@ MAX_DEPTH = 64
 MAX_BUDGET_BYTES = 64 << 30
 
 
-def check_range(name: str, value: int, low: int, high: int) -> None:
+def check_range(name: str, value: object, low: int, high: int) -> None:
     """Raises ValueError unless `value` is an int between low and high, both allowed."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
@@ -53,16 +53,27 @@ class CacheConfig:
         check_range("num_kv_heads", self.num_kv_heads, 1, 4096)
         for name in ("head_dim", "value_dim"):
             size = getattr(self, name)
-            if not 8 <= size <= 256 or size % 8:
-                raise ValueError(
-                    f"{name} must be a multiple of 8 between 8 and 256, got {size}"
-                )
+            check_range(name, size, 8, 256)
+            if size % 8:
+                raise ValueError(f"{name} must be a multiple of 8, got {size}")
         if self.dtype not in CACHE_DTYPES:
             raise ValueError(f"dtype must be one of {CACHE_DTYPES}, got {self.dtype!r}")
-        for cells in self.layer_device_cells:
+        self._check_each_layer()
+
+    def _check_each_layer(self) -> None:
+        if self.device_cells is None:
+            return
+        each = self.device_cells
+        each = each if isinstance(each, tuple) else (each,) * self.num_layers
+        if len(each) != self.num_layers:
+            raise ValueError(
+                f"device_cells must be one number or one for each of the "
+                f"{self.num_layers} layers, got {len(each)} numbers"
+            )
+        for cells in each:
             self._check_device_cells(cells)
 
-    def _check_device_cells(self, cells: int) -> None:
+    def _check_device_cells(self, cells: object) -> None:
         check_range("device_cells", cells, 0, 1 << 30)
         if cells % BLOCK:
             raise ValueError(
@@ -101,12 +112,7 @@ class CacheConfig:
             return (self.num_cells,) * self.num_layers
         if isinstance(self.device_cells, (int, np.integer)):
             return (int(self.device_cells),) * self.num_layers
-        if len(self.device_cells) != self.num_layers:
-            raise ValueError(
-                f"device_cells must be one number or one for each of the "
-                f"{self.num_layers} layers, got {len(self.device_cells)} numbers"
-            )
-        return tuple(self.device_cells)
+        return self.device_cells
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +135,8 @@ class RingConfig:
 
     def __post_init__(self):
         check_range("depth", self.depth, 0, MAX_DEPTH)
-        check_range("budget_bytes", self.budget, 0, MAX_BUDGET_BYTES)
+        if self.budget_bytes is not None:
+            check_range("budget_bytes", self.budget_bytes, 0, MAX_BUDGET_BYTES)
         check_range("slot_bytes", self.slot_bytes, 1024, MAX_BUDGET_BYTES)
         check_range("headroom_bytes", self.headroom_bytes, 0, MAX_BUDGET_BYTES)
 

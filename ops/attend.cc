@@ -40,10 +40,11 @@ Status AttendDelivered(Ring& ring, Stream compute, const std::vector<Segment>& s
 }
 
 Status AttendOrdered(Ring& ring, Stream compute, const std::vector<Segment>& segments,
-                     const char* tail, const Launch& launch, const Scratch& scratch) {
+                     const char* tail, int64_t row_bytes, const Launch& launch,
+                     const Scratch& scratch) {
   if (segments.empty()) return Status::Ok();
   char* memory = nullptr;
-  KVJAX_RETURN_IF_ERROR(scratch(ring.settings().slot_bytes, &memory));
+  KVJAX_RETURN_IF_ERROR(scratch(ring.SegmentBytes(row_bytes), &memory));
   for (const Segment& segment : segments) {
     KVJAX_RETURN_IF_ERROR(ring.CopyOrdered(compute, segment, tail, memory));
     KVJAX_RETURN_IF_ERROR(launch(memory, segment.spans));
@@ -51,10 +52,8 @@ Status AttendOrdered(Ring& ring, Stream compute, const std::vector<Segment>& seg
   return Status::Ok();
 }
 
-}  // namespace
-
-Status Attend(Ring& ring, Stream compute, const AttendCall& call, const Launch& launch,
-              const Scratch& scratch) {
+Status AttendPlanned(Ring& ring, Stream compute, const AttendCall& call,
+                     const Launch& launch, const Scratch& scratch) {
   Ring::Route route;
   KVJAX_RETURN_IF_ERROR(ring.Open(compute, call.key, call.tail, &route));
   KVJAX_RETURN_IF_ERROR(CheckCall(ring, call, route.shape));
@@ -62,7 +61,18 @@ Status Attend(Ring& ring, Stream compute, const AttendCall& call, const Launch& 
   KVJAX_RETURN_IF_ERROR(LaunchAll(launch, call.device, resident));
   return route.delivered
              ? AttendDelivered(ring, compute, *route.segments, launch)
-             : AttendOrdered(ring, compute, *route.segments, call.tail, launch, scratch);
+             : AttendOrdered(ring, compute, *route.segments, call.tail, call.row_bytes,
+                             launch, scratch);
+}
+
+}  // namespace
+
+Status Attend(Ring& ring, Stream compute, const AttendCall& call, const Launch& launch,
+              const Scratch& scratch) {
+  const Status status = AttendPlanned(ring, compute, call, launch, scratch);
+  // The program ends with this error, and XLA frees its tails.
+  if (!status.ok()) (void)ring.Abort(compute);
+  return status;
 }
 
 }  // namespace kvjax

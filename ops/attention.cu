@@ -10,14 +10,13 @@
 namespace kvjax {
 namespace {
 
-constexpr int kThreads = 128;  // thread c scores cell c of a block; warp w is chain w
-constexpr int kWarps = kThreads / 32;
 constexpr int kRunRows = 8;  // query rows of a tile that folds as it goes
-static_assert(kThreads == kBlock && kWarps == kChains, "threads are cells, warps chains");
+constexpr int kFoldThreads = 1024;  // of a fold's CTA; and blocks of one of its rounds
+constexpr int kFoldSlice = 32;      // values of a fold's CTA where no state is carried
 
-// Keys and values of a block are staged together up to this size, so that the values'
-// loads run behind the scores; larger ones one after the other.
-constexpr int kTogetherBytes = 100 << 10;
+constexpr int kThreads = kBlock;  // thread c scores cell c; warp w is chain w of the values
+constexpr int kWarps = kThreads / 32;
+static_assert(kWarps == kChains, "a warp for each chain");
 
 // The spans of a launch. count 0: every sequence of a layer without a tail.
 struct SpanTable {
@@ -36,51 +35,39 @@ struct Params {
 
 // ------------------------------------------------------------------ layout on chip
 
-__host__ __device__ inline int StagedRow(int dim, int element) {
-  return dim * element + 16;  // 16 more: rows of one column fall on all banks
+// Bytes from one staged key to the next: 16 more than a key, so that a column's elements
+// fall on all banks.
+__host__ __device__ inline int StagedRow(const AttentionShape& s, int element) {
+  return s.head_dim * element + 16;
 }
 
-struct Staging {
-  int keys, values;  // bytes
-  bool together;
-};
-__host__ __device__ inline Staging StagingOf(const AttentionShape& s, int element) {
-  const int keys = kBlock * StagedRow(s.head_dim, element);
-  const int values = kBlock * StagedRow(s.value_dim, element);
-  return {keys, values, keys + values <= kTogetherBytes};
-}
-
-// Shared memory of a CTA. Sums alias the keys, which are read by then.
+// Shared memory of a CTA. Sums alias the staged keys, which are read by then.
 template <int R>
 struct Shared {
-  float* q;         // [R, H]
-  float* p;         // [kBlock, R]
-  float* warp_max;  // [kWarps, R]
-  float* warp_sum;  // [kWarps, R]
-  float* m;         // [R]
-  float* sum;       // [R]
-  int32_t* place;   // [R]
   const char** source;  // [kBlock]
+  float* p;             // [kBlock, R]
+  float* q;             // [R, H]
+  float* warp_max;      // [kWarps, R]
+  float* warp_sum;      // [kWarps, R]
+  float* m;             // [R]
+  float* sum;           // [R]
+  int32_t* place;       // [R]
   int32_t* row_of;      // [kBlock]
   float* state;         // [R, 2, Hv + 2], run kernel only
-  char* keys;
-  char* values;
-  float* sums;  // [kChains, R, Hv]
+  char* keys;           // [kBlock, StagedRow]
+  float* sums;          // [kChains, R, Hv]
 
   __host__ __device__ static int Bytes(const AttentionShape& s, int element, bool run) {
-    const Staging staging = StagingOf(s, element);
-    const int staged = staging.together ? staging.keys + staging.values
-                                        : max(staging.keys, staging.values);
     const int sums = kChains * R * s.value_dim * 4;
-    return Fixed(s, run) + max(staged, sums);
+    return Fixed(s, run) + max(kBlock * StagedRow(s, element), sums);
   }
   __host__ __device__ static int Fixed(const AttentionShape& s, bool run) {
-    const int floats = R * s.head_dim + kBlock * R + 2 * kWarps * R + 3 * R +
+    const int floats = R * s.head_dim + kBlock * R + 2 * kWarps * R + 3 * R + kBlock +
                        (run ? R * 2 * (s.value_dim + 2) : 0);
-    return (floats * 4 + kBlock * 12 + 15) / 16 * 16;
+    return (8 * kBlock + floats * 4 + 15) / 16 * 16;
   }
 
-  __device__ Shared(char* memory, const AttentionShape& s, int element, bool run) {
+  __device__ Shared(char* memory, const AttentionShape& s, bool run) {
     source = reinterpret_cast<const char**>(memory);
     p = reinterpret_cast<float*>(source + kBlock);
     q = p + kBlock * R;
@@ -92,78 +79,74 @@ struct Shared {
     row_of = place + R;
     state = reinterpret_cast<float*>(row_of + kBlock);
     keys = memory + Fixed(s, run);
-    const Staging staging = StagingOf(s, element);
-    values = staging.together ? keys + staging.keys : keys;
     sums = reinterpret_cast<float*>(keys);
   }
 };
 
 // ------------------------------------------------------------------ loads
 
-__device__ inline void CopyAsync(char* target, const char* source) {
-  const uint32_t address = uint32_t(__cvta_generic_to_shared(target));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(source));
-}
-__device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;"); }
-template <int N>
-__device__ inline void AwaitCopies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-
-// Stages `bytes` of each record from `skip` on; zeros where a cell is masked.
-__device__ void Stage(const char* const* source, int skip, int bytes, char* target) {
-  const int pieces = bytes / 16, row = bytes + 16;
+// Starts copying a block's keys into shared memory, 16 bytes a piece, a key's pieces to
+// neighbouring threads; zeros where source[c] is null. What was there before has been read.
+// (One bulk copy a key, Hopper's, was slower: its engine takes about 60 cycles for each.)
+__device__ void StageKeys(const char* const* source, const void* rows, int bytes, int row,
+                          char* keys) {
+  const char* const fallback = static_cast<const char*>(rows);  // some valid address
+  const int pieces = bytes / 16;
   int c = threadIdx.x / pieces, piece = threadIdx.x % pieces;
-  while (c < kBlock) {
-    char* to = target + c * row + piece * 16;
-    if (source[c] != nullptr) {
-      CopyAsync(to, source[c] + skip + piece * 16);
-    } else {
-      *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
-    }
-    piece += kThreads % pieces;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kBlock * pieces; i += kThreads) {
+    const char* from = source[c];
+    const uint32_t to = uint32_t(__cvta_generic_to_shared(keys + c * row + piece * 16));
+    // Of a masked cell 0 bytes are read and 16 zeros written.
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
+                 "l"(from == nullptr ? fallback : from + piece * 16),
+                 "r"(from == nullptr ? 0 : 16));
     c += kThreads / pieces;
+    piece += kThreads % pieces;
     if (piece >= pieces) {
       piece -= pieces;
       c += 1;
     }
   }
-  CommitCopies();
+  asm volatile("cp.async.commit_group;");
 }
 
-// N consecutive elements in shared memory, 4 bytes or a multiple of them.
+// All threads: the staged keys are there.
+__device__ void AwaitKeys() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncthreads();  // the other threads' pieces
+}
+
+// N consecutive elements as they are stored: a register or a few.
 template <typename E, int N>
-struct Elements;
-template <int N>
-struct Elements<float, N> {
-  static __device__ void Load(const char* memory, float (&x)[N]) {
-    if constexpr (N % 4 == 0) {
+struct Packed {
+  static constexpr int kWords = N * sizeof(E) / 4;
+  uint32_t words[kWords];
+
+  static __device__ Packed Load(const char* memory) {
+    Packed x;
+    if constexpr (kWords % 4 == 0) {
 #pragma unroll
-      for (int i = 0; i < N / 4; ++i) {
-        const float4 v = reinterpret_cast<const float4*>(memory)[i];
-        x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
+      for (int i = 0; i < kWords / 4; ++i) {
+        reinterpret_cast<uint4*>(x.words)[i] = reinterpret_cast<const uint4*>(memory)[i];
       }
+    } else if constexpr (kWords == 2) {
+      *reinterpret_cast<uint2*>(x.words) = *reinterpret_cast<const uint2*>(memory);
     } else {
-      const float2 v = *reinterpret_cast<const float2*>(memory);
-      x[0] = v.x, x[1] = v.y;
+      x.words[0] = *reinterpret_cast<const uint32_t*>(memory);
     }
+    return x;
   }
-};
-template <int N>
-struct Elements<uint16_t, N> {
-  static __device__ void Load(const char* memory, float (&x)[N]) {
-    uint32_t words[N / 2];
-    if constexpr (N == 8) {
-      *reinterpret_cast<uint4*>(words) = *reinterpret_cast<const uint4*>(memory);
-    } else if constexpr (N == 4) {
-      *reinterpret_cast<uint2*>(words) = *reinterpret_cast<const uint2*>(memory);
-    } else {
-      words[0] = *reinterpret_cast<const uint32_t*>(memory);
-    }
+
+  __device__ void Widen(float (&x)[N]) const {
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-      x[2 * i] = __uint_as_float(words[i] << 16);
-      x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (sizeof(E) == 4) {
+        x[i] = __uint_as_float(words[i]);
+      } else {
+        x[2 * i] = __uint_as_float(words[i] << 16);
+        x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+      }
     }
   }
 };
@@ -171,7 +154,7 @@ struct Elements<uint16_t, N> {
 template <int R>
 __device__ void LoadRow(const float* memory, float (&x)[R]) {
   if constexpr (R % 4 == 0) {
-    Elements<float, R>::Load(reinterpret_cast<const char*>(memory), x);
+    Packed<float, R>::Load(reinterpret_cast<const char*>(memory)).Widen(x);
   } else {
 #pragma unroll
     for (int r = 0; r < R; ++r) x[r] = memory[r];
@@ -243,19 +226,80 @@ __device__ Kind FindCell(const Params& p, const Work& w, const Shared<R>& shared
     kind = kStored;
   }
   shared.source[c] = source == nullptr ? nullptr : source + w.head * record;
-  __syncthreads();
   return kind;
 }
+
+// A warp's chain of values, on its way into registers while the scores are made. Lane i
+// has VEC of each value; as many cells are under way as a few dozen registers hold.
+template <typename E, int VEC, int R>
+class Values {
+ public:
+  // Starts loading. shared.source must be there.
+  __device__ Values(const AttentionShape& s, const Shared<R>& shared)
+      : at_(s.head_dim * int(sizeof(E)) + lane() * VEC * int(sizeof(E))),
+        lane_holds_(lane() * VEC < s.value_dim) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) under_way_[i] = Load(shared, i);
+  }
+
+  // Sums the chain by the weights in shared.p into shared.sums. Keys must have been read.
+  __device__ void Sum(const AttentionShape& s, const Shared<R>& shared, int num_cells) {
+    float sums[R][VEC] = {};
+    for (int first = 0; first < kChain; first += kAhead) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int c = CellOf(first + i);
+        if (c < num_cells) {
+          float v[VEC], p[R];
+          under_way_[i].Widen(v);
+          LoadRow<R>(shared.p + c * R, p);
+#pragma unroll
+          for (int r = 0; r < R; ++r) {
+#pragma unroll
+            for (int e = 0; e < VEC; ++e) sums[r][e] = Fma(p[r], v[e], sums[r][e]);
+          }
+        }
+        if (first + kAhead < kChain) under_way_[i] = Load(shared, first + kAhead + i);
+      }
+    }
+    if (!lane_holds_) return;
+    float* to = shared.sums + threadIdx.x / 32 * R * s.value_dim + lane() * VEC;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int e = 0; e < VEC; ++e) to[r * s.value_dim + e] = sums[r][e];
+    }
+  }
+
+ private:
+  static constexpr int kChain = kBlock / kChains;
+  static constexpr int kRegisters = R > 4 ? 32 : 64;
+  static constexpr int kFit = kRegisters / Packed<E, VEC>::kWords;
+  static constexpr int kAhead = kFit < kChain ? kFit : kChain;
+
+  static __device__ int lane() { return threadIdx.x % 32; }
+  static __device__ int CellOf(int i) { return threadIdx.x / 32 + i * kChains; }
+
+  __device__ Packed<E, VEC> Load(const Shared<R>& shared, int i) const {
+    const char* source = shared.source[CellOf(i)];
+    if (source == nullptr || !lane_holds_) return {};
+    return Packed<E, VEC>::Load(source + at_);
+  }
+
+  const int at_;  // bytes from a record to this lane's piece of its value
+  const bool lane_holds_;
+  Packed<E, VEC> under_way_[kAhead];
+};
 
 // Scores of thread c's cell for the R rows.
 template <typename E, int R>
 __device__ void Scores(const AttentionShape& s, const Shared<R>& shared, float (&x)[R]) {
-  const char* key = shared.keys + threadIdx.x * StagedRow(s.head_dim, sizeof(E));
+  const char* key = shared.keys + threadIdx.x * StagedRow(s, sizeof(E));
   float sums[R][kLanes] = {};
 #pragma unroll 2
   for (int h = 0; h < s.head_dim; h += kLanes) {
     float k[kLanes];
-    Elements<E, kLanes>::Load(key + h * sizeof(E), k);
+    Packed<E, kLanes>::Load(key + h * sizeof(E)).Widen(k);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       float q[kLanes];
@@ -307,70 +351,25 @@ __device__ void Weights(const AttentionShape& s, const Shared<R>& shared, int ce
   }
 }
 
-// Each warp's chain over its cells; then shared.sums holds all four.
-template <typename E, int VEC, int R>
-__device__ void Values(const AttentionShape& s, const Shared<R>& shared, int num_cells) {
-  const int warp = threadIdx.x / 32, h = threadIdx.x % 32 * VEC;
-  const int row = StagedRow(s.value_dim, sizeof(E));
-  float sums[R][VEC] = {};
-  if (h < s.value_dim) {
-    const char* value = shared.values + warp * row + h * sizeof(E);
-#pragma unroll 4
-    for (int c = warp; c < num_cells; c += kChains) {
-      float v[VEC], p[R];
-      Elements<E, VEC>::Load(value, v);
-      LoadRow<R>(shared.p + c * R, p);
-#pragma unroll
-      for (int r = 0; r < R; ++r) {
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) sums[r][i] = Fma(p[r], v[i], sums[r][i]);
-      }
-      value += kChains * row;
-    }
-  }
-  __syncthreads();  // values are read: sums may overwrite what is staged
-  if (h < s.value_dim) {
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-#pragma unroll
-      for (int i = 0; i < VEC; ++i) {
-        shared.sums[(warp * R + r) * s.value_dim + h + i] = sums[r][i];
-      }
-    }
-  }
-  __syncthreads();
-}
-
 // Block `index` for a tile: shared.m, shared.sum, and the four chains in shared.sums.
 template <typename E, int VEC, int R>
 __device__ void AttendBlock(const Params& p, const Work& w, const Shared<R>& shared,
                             int index) {
   const AttentionShape& s = p.s;
-  const int first_cell = index * kBlock;
+  const int first_cell = index * kBlock, c = threadIdx.x;
   const int left = EndCell(s, w.span.length) - first_cell;
   const int num_cells = left < 0 ? 0 : (left > kBlock ? kBlock : left);
   const Kind kind = FindCell(p, w, shared, first_cell, num_cells);
-
-  const bool together = StagingOf(s, sizeof(E)).together;
-  const int key_bytes = s.head_dim * sizeof(E), value_bytes = s.value_dim * sizeof(E);
-  Stage(shared.source, 0, key_bytes, shared.keys);
-  if (together) {
-    Stage(shared.source, key_bytes, value_bytes, shared.values);
-    AwaitCopies<1>();
-  } else {
-    AwaitCopies<0>();
-  }
-  __syncthreads();  // every thread's copies of keys have landed
+  __syncthreads();  // all sources are there
+  StageKeys(shared.source, p.b.rows, s.head_dim * int(sizeof(E)), StagedRow(s, sizeof(E)),
+            shared.keys);
+  Values<E, VEC, R> values(s, shared);
+  AwaitKeys();
   float x[R];
   Scores<E, R>(s, shared, x);
-  if (!together) {
-    __syncthreads();  // keys are read: values may overwrite them
-    Stage(shared.source, key_bytes, value_bytes, shared.values);
-  }
-  Weights<R>(s, shared, first_cell + int(threadIdx.x), kind, x);
-  AwaitCopies<0>();
-  __syncthreads();  // every thread's copies of values and weights have landed
-  Values<E, VEC, R>(s, shared, num_cells);
+  Weights<R>(s, shared, first_cell + c, kind, x);
+  values.Sum(s, shared, num_cells);
+  __syncthreads();  // all chains are there
 }
 
 template <int R>
@@ -454,9 +453,10 @@ __device__ bool Fits(const Params& p, const Work& w) {
 
 // One CTA a block: [blocks of the launch, K, tiles of R rows].
 template <typename E, int VEC, int R>
-__global__ void __launch_bounds__(kThreads) SplitKernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads, R > 4 ? 2 : 4)
+    SplitKernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) char memory[];
-  const Shared<R> shared(memory, p.s, sizeof(E), false);
+  const Shared<R> shared(memory, p.s, false);
   int index = 0;
   if (p.table.count > 0) {
     while (int(blockIdx.x) >= p.table.start[index + 1]) ++index;
@@ -484,65 +484,154 @@ __global__ void __launch_bounds__(kThreads) SplitKernel(const __grid_constant__ 
 // A running state of one query row, of which a thread holds one value.
 struct Running {
   float value = 0.0f, m = kEmpty, sum = 0.0f;
-
-  __device__ void Fold(float item_value, float item_m, float item_sum) {
-    if (item_m == kEmpty) return;
-    const FoldScale fold = Folding(m, item_m);
-    value = Folded(value, item_value, fold);
-    sum = Folded(sum, item_sum, fold);
-    m = fold.largest;
-  }
-  __device__ void Fold(const Running& item) { Fold(item.value, item.m, item.sum); }
 };
 
-// Folds a span's blocks in order: [T * G, K, spans], thread h holds value h.
-__global__ void __launch_bounds__(256) FoldKernel(const __grid_constant__ Params p) {
-  const int row = blockIdx.x, h = threadIdx.x, size = p.s.value_dim;
+// How far a running state and an item are scaled when one is folded into the other; the
+// scales depend on the largest scores alone. state < 0: nothing to fold.
+struct Scales {
+  float state, item;
+};
+
+// Thread i's scales when items with largest scores `m` (lane i of each run of `width`
+// lanes has item i) are folded in order into a state whose largest was `before`.
+__device__ Scales ScalesOf(float before, float m, int width) {
+  const int i = threadIdx.x % width;
+  float largest = m;  // of items 0 to i
+  for (int step = 1; step < width; step *= 2) {
+    const float other = __shfl_up_sync(~0u, largest, step, width);
+    if (i >= step) largest = Max(largest, other);
+  }
+  float previous = __shfl_up_sync(~0u, largest, 1, width);
+  previous = i == 0 ? before : Max(before, previous);
+  if (m == kEmpty) return {-1.0f, 0.0f};
+  const FoldScale fold = Folding(previous, m);
+  return {fold.state, fold.item};
+}
+
+__device__ float FoldOne(float state, float item, Scales scales) {
+  return scales.state < 0.0f ? state : Folded(state, item, {0.0f, scales.state, scales.item});
+}
+
+// Folds a span's blocks in order: [T * G * slices of the values, K, spans]. In rounds of
+// kFoldThreads blocks: a thread for each block's scales, a warp for the groups'; then some
+// groups at a time, a thread for each value of each, and one for each value of the total.
+// More than one slice only where no state is carried: they would share its m and sum.
+__global__ void __launch_bounds__(kFoldThreads) FoldKernel(const __grid_constant__ Params p,
+                                                           int slices) {
+  constexpr int kGroups = kFoldThreads / kGroup;
+  __shared__ Scales block_scales[kFoldThreads], group_scales[kGroups];
+  __shared__ float block_m[kFoldThreads], block_sum[kFoldThreads];
+  __shared__ float group_m[kGroups], group_sum[kGroups];
+  __shared__ float groups[kFoldThreads];  // [groups at a time, width]: their values
+
+  const int size = p.s.value_dim, width = (size / slices + 31) / 32 * 32;
+  const int row = blockIdx.x / slices, h = blockIdx.x % slices * width + threadIdx.x % width;
+  const int at = h < size ? h : 0, at_once = kFoldThreads / width;
+  const int turn = threadIdx.x / width;  // which of the groups at a time
   const Work w{SpanAt(p, blockIdx.z), int32_t(blockIdx.y), row};
-  const int at = h < size ? h : 0;
-  float* state = p.b.state == nullptr ? nullptr : StateOf(p, w.span.seq, w.head, row);
-  Running group, total;
+  float* const state =
+      p.b.state == nullptr ? nullptr : StateOf(p, w.span.seq, w.head, row);
+  // All threads keep m and sum of the group that is not full and of the total; the thread
+  // of turn 0 also a value of both.
+  Running open, total;
   if (!w.span.first) {
-    group = {state[at], state[size], state[size + 1]};
-    state += size + 2;
-    total = {state[at], state[size], state[size + 1]};
-    state -= size + 2;
+    open = {state[at], state[size], state[size + 1]};
+    total = {state[size + 2 + at], state[2 * size + 2], state[2 * size + 3]};
   }
-  const int64_t start = StartOf(p, blockIdx.z);
-  int block = w.span.first_block;
-  const int end = block + w.span.num_blocks;
-  while (block < end) {
-    const int stop = min(end, block / kGroup * kGroup + kGroup);
-    Running items[kGroup];
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      if (block + i >= stop) break;
-      const float* partial =
-          PartialOf(p, start + block + i - w.span.first_block, w.head, row);
-      items[i] = {partial[at], partial[size], partial[size + 1]};
+  const bool fits = w.span.last && Fits(p, w);
+  const int first = w.span.first_block, end = first + w.span.num_blocks;
+  const int first_group = first / kGroup;
+  const int64_t start = StartOf(p, blockIdx.z) - first;
+  for (int round = first_group * kGroup; round < end; round += kFoldThreads) {
+    const int i = threadIdx.x, block = round + i;
+    const bool here = block >= first && block < end;
+    const float* partial = PartialOf(p, here ? start + block : 0, w.head, row) + size;
+    block_m[i] = here ? partial[0] : kEmpty;
+    block_sum[i] = here ? partial[1] : 0.0f;
+    const bool continues = block / kGroup == first_group;
+    block_scales[i] = ScalesOf(continues ? open.m : kEmpty, block_m[i], kGroup);
+    __syncthreads();  // the blocks' scales are there
+
+    const int num_groups = min(kGroups, (end - round + kGroup - 1) / kGroup);
+    if (i < kGroups) {
+      const bool opened = round / kGroup + i == first_group;
+      Running group{0.0f, opened ? open.m : kEmpty, opened ? open.sum : 0.0f};
+      for (int j = i * kGroup; j < i * kGroup + kGroup; ++j) {
+        group.sum = FoldOne(group.sum, block_sum[j], block_scales[j]);
+        group.m = Max(group.m, block_m[j]);
+      }
+      group_m[i] = group.m;
+      group_sum[i] = group.sum;
     }
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) group.Fold(items[i]);
-    if (stop % kGroup == 0) {
-      total.Fold(group);
-      group = Running{};
+    __syncthreads();  // the groups' m and sum are there
+    if (i < 32) {
+      float before = total.m;
+      for (int g = i; g < kGroups; g += 32) {
+        // A group that is not full yet stays open.
+        const bool full = g < num_groups && round + (g + 1) * kGroup <= end;
+        const float m = full ? group_m[g] : kEmpty;
+        group_scales[g] = ScalesOf(before, m, 32);
+        float largest = m;
+        for (int step = 16; step > 0; step /= 2) {
+          largest = Max(largest, __shfl_xor_sync(~0u, largest, step));
+        }
+        before = Max(before, largest);
+      }
     }
-    block = stop;
+    __syncthreads();  // the groups' scales are there
+
+    for (int base = 0; base < num_groups; base += at_once) {
+      const int g = base + turn;
+      if (g < num_groups && turn < at_once) {
+        float items[kGroup];
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) {
+          const int b = round + g * kGroup + j;
+          const int64_t from = start + (b >= first && b < end ? b : first);
+          items[j] = PartialOf(p, from, w.head, row)[at];
+        }
+        // The open group's value is with the thread of turn 0, which has group 0.
+        float x = round / kGroup + g == first_group ? open.value : 0.0f;
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) {
+          x = FoldOne(x, items[j], block_scales[g * kGroup + j]);
+        }
+        groups[i] = x;
+      }
+      __syncthreads();  // these groups' values are there
+      const int last = min(at_once, num_groups - base);
+      if (turn == 0) {
+        for (int t = 0; t < last; ++t) {
+          total.value = FoldOne(total.value, groups[t * width + i], group_scales[base + t]);
+        }
+        open.value = groups[(last - 1) * width + i];
+      }
+      __syncthreads();  // and are read
+    }
+    for (int g = 0; g < num_groups; ++g) {
+      if (group_scales[g].state < 0.0f) continue;
+      total.sum = FoldOne(total.sum, group_sum[g], group_scales[g]);
+      total.m = Max(total.m, group_m[g]);
+    }
+    open.m = group_m[num_groups - 1];
+    open.sum = group_sum[num_groups - 1];
+    __syncthreads();  // the round is read
   }
+  if (end > first && end % kGroup == 0) open = Running{};
+  if (turn > 0 || h >= size) return;
   if (w.span.last) {
-    const bool fits = Fits(p, w);
-    total.Fold(group);
-    if (h < size) WriteOut(p, w, row, h, Div(total.value, total.sum), fits);
+    const FoldScale fold = Folding(total.m, open.m);
+    const Scales scales = {open.m == kEmpty ? -1.0f : fold.state, fold.item};
+    const float sum = FoldOne(total.sum, open.sum, scales);
+    const float value = FoldOne(total.value, open.value, scales);
+    WriteOut(p, w, row, h, Div(value, sum), fits);
     return;
   }
-  __syncthreads();  // the state is read by all before it is written
-  if (h < size) {
-    state[h] = group.value;
-    state[size + 2 + h] = total.value;
-  }
+  state[h] = open.value;
+  state[size + 2 + h] = total.value;
   if (h == 0) {
-    state[size] = group.m;
-    state[size + 1] = group.sum;
+    state[size] = open.m;
+    state[size + 1] = open.sum;
     state[2 * size + 2] = total.m;
     state[2 * size + 3] = total.sum;
   }
@@ -587,9 +676,10 @@ __device__ void CloseGroup(const AttentionShape& s, float* state) {
 
 // One CTA a span and tile: [spans, K, tiles of R rows].
 template <typename E, int VEC, int R>
-__global__ void __launch_bounds__(kThreads) RunKernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads, R > 4 ? 2 : 4)
+    RunKernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) char memory[];
-  const Shared<R> shared(memory, p.s, sizeof(E), true);
+  const Shared<R> shared(memory, p.s, true);
   const AttentionShape& s = p.s;
   const Work w{SpanAt(p, blockIdx.x), int32_t(blockIdx.y), int32_t(blockIdx.z) * R};
   const int row_floats = 2 * (s.value_dim + 2);
@@ -645,14 +735,19 @@ struct Choice {
   int bytes;  // of shared memory
 };
 
+template <typename E, int VEC, int R, bool run>
+Choice Make(const AttentionShape& s) {
+  const Kernel kernel = run ? RunKernel<E, VEC, kRunRows> : SplitKernel<E, VEC, R>;
+  return {kernel, R, Shared<R>::Bytes(s, sizeof(E), run)};
+}
+
 template <typename E, int VEC>
 Choice ChooseByRows(const AttentionShape& s, bool run) {
-  if (run) return {RunKernel<E, VEC, kRunRows>, kRunRows, Shared<kRunRows>::Bytes(s, sizeof(E), true)};
-  const int rows = s.rows();
-  if (rows == 1) return {SplitKernel<E, VEC, 1>, 1, Shared<1>::Bytes(s, sizeof(E), false)};
-  if (rows == 2) return {SplitKernel<E, VEC, 2>, 2, Shared<2>::Bytes(s, sizeof(E), false)};
-  if (rows <= 4) return {SplitKernel<E, VEC, 4>, 4, Shared<4>::Bytes(s, sizeof(E), false)};
-  return {SplitKernel<E, VEC, 8>, 8, Shared<8>::Bytes(s, sizeof(E), false)};
+  if (run) return Make<E, VEC, kRunRows, true>(s);
+  if (s.rows() == 1) return Make<E, VEC, 1, false>(s);
+  if (s.rows() == 2) return Make<E, VEC, 2, false>(s);
+  if (s.rows() <= 4) return Make<E, VEC, 4, false>(s);
+  return Make<E, VEC, 8, false>(s);
 }
 
 template <typename E>
@@ -667,7 +762,8 @@ Choice Choose(const AttentionShape& s, bool run) {
                                    : ChooseByValues<uint16_t>(s, run);
 }
 
-Status Enqueue(cudaStream_t stream, const Params& p, int64_t num_blocks, int num_spans) {
+Status Enqueue(cudaStream_t stream, const Params& p, int64_t num_blocks, int num_spans,
+               bool carries) {
   const AttentionShape& s = p.s;
   const bool run = s.rows() > kMaxSplitRows;
   const Choice choice = Choose(s, run);
@@ -675,8 +771,9 @@ Status Enqueue(cudaStream_t stream, const Params& p, int64_t num_blocks, int num
   const dim3 grid(unsigned(run ? num_spans : num_blocks), s.num_kv_heads, tiles);
   if (grid.x > 0) choice.kernel<<<grid, kThreads, choice.bytes, stream>>>(p);
   if (!run) {
-    const int threads = (s.value_dim + 31) / 32 * 32;
-    FoldKernel<<<dim3(s.rows(), s.num_kv_heads, num_spans), threads, 0, stream>>>(p);
+    const int slices = carries ? 1 : (s.value_dim + kFoldSlice - 1) / kFoldSlice;
+    const dim3 folds(s.rows() * slices, s.num_kv_heads, num_spans);
+    FoldKernel<<<folds, kFoldThreads, 0, stream>>>(p, slices);
   }
   return KVJAX_CUDA(cudaGetLastError());
 }
@@ -707,11 +804,13 @@ Status LaunchSpans(cudaStream_t stream, const AttentionShape& shape,
   if (spans.empty()) return Status::Ok();
   Params p{shape, buffers, base, workspace, {}};
   p.table.count = int32_t(spans.size());
+  bool carries = false;
   for (size_t i = 0; i < spans.size(); ++i) {
+    carries |= !spans[i].first || !spans[i].last;
     p.table.spans[i] = spans[i];
     p.table.start[i + 1] = p.table.start[i] + spans[i].num_blocks;
   }
-  return Enqueue(stream, p, p.table.start[spans.size()], p.table.count);
+  return Enqueue(stream, p, p.table.start[spans.size()], p.table.count, carries);
 }
 
 Status LaunchDevice(cudaStream_t stream, const AttentionShape& shape,
@@ -720,7 +819,7 @@ Status LaunchDevice(cudaStream_t stream, const AttentionShape& shape,
   p.b.state = nullptr;
   p.b.error = nullptr;
   const int64_t blocks = shape.capacity / kBlock;
-  return Enqueue(stream, p, shape.num_seqs * blocks, shape.num_seqs);
+  return Enqueue(stream, p, shape.num_seqs * blocks, shape.num_seqs, false);
 }
 
 Status PrepareAttention() {

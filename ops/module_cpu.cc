@@ -54,7 +54,7 @@ ParallelFor OnPool(ffi::ThreadPool& pool) {
 }
 
 ffi::Error Begin(int32_t device, ffi::AnyBuffer tokens, ffi::Buffer<ffi::S32> lengths,
-                 ffi::Buffer<ffi::U32>, ffi::RemainingArgs tails,
+                 ffi::Buffer<ffi::U32> stamp, ffi::RemainingArgs tails,
                  ffi::Result<ffi::AnyBuffer> tokens_out,
                  ffi::Result<ffi::Buffer<ffi::S32>> ticket,
                  ffi::Result<ffi::Buffer<ffi::U32>> stamp_out, int64_t ring_id,
@@ -70,8 +70,9 @@ ffi::Error Begin(int32_t device, ffi::AnyBuffer tokens, ffi::Buffer<ffi::S32> le
     std::memcpy(tokens_out->untyped_data(), tokens.untyped_data(), tokens.size_bytes());
   }
   *ticket->typed_data() = 0;
-  const uint64_t drawn = NextStamp();
-  std::memcpy(stamp_out->typed_data(), &drawn, sizeof drawn);
+  std::memcpy(&plan.stamp_before, stamp.typed_data(), sizeof plan.stamp_before);
+  plan.stamp = NextStamp();
+  std::memcpy(stamp_out->typed_data(), &plan.stamp, sizeof plan.stamp);
 
   const auto ring = RingOf(ring_id, device);
   std::lock_guard<std::mutex> lock(ring->mutex());

@@ -2,6 +2,8 @@
 // may be captured in a CUDA graph, since it keeps no books on the host.
 #include <cuda_runtime.h>
 
+#include <cstring>
+
 #include "append.h"
 #include "attention_gpu.h"
 #include "cuda_status.h"
@@ -53,8 +55,9 @@ ffi::Error Begin(cudaStream_t stream, int32_t device, ffi::AnyBuffer tokens,
   const auto ring = RingOf(ring_id, device);
   int32_t* words = TransportOf(*ring).words();
   const int64_t num_seqs = int64_t(lengths.element_count());
+  plan.stamp = NextStamp();
   status = LaunchBegin(stream, lengths.typed_data(), num_seqs, stamp.typed_data(),
-                       NextStamp(), words, stamp_out->typed_data(), ticket->typed_data());
+                       plan.stamp, words, stamp_out->typed_data(), ticket->typed_data());
   if (!status.ok()) return ToError(status);
   if (tokens_out->untyped_data() != tokens.untyped_data()) {
     status = KVJAX_CUDA(cudaMemcpyAsync(tokens_out->untyped_data(), tokens.untyped_data(),
@@ -70,6 +73,7 @@ ffi::Error Begin(cudaStream_t stream, int32_t device, ffi::AnyBuffer tokens,
   if (words[kErrorWord] != 0) ring->NoteLengthError();
   words[kErrorWord] = 0;
   plan.lengths.assign(words + kLengthsWord, words + kLengthsWord + num_seqs);
+  std::memcpy(&plan.stamp_before, words + kStampWord, sizeof plan.stamp_before);
   return ToError(ring->Begin(stream, std::move(plan)));
 }
 

@@ -37,7 +37,12 @@ bool OpenRing(int64_t ring_id, int64_t device, const RingSettings& settings,
   Registry& all = registry();
   std::lock_guard<std::mutex> lock(all.mutex);
   if (!all.open.insert({ring_id, device}).second) return false;
-  all.rings[{ring_id, device}] = std::move(ring);
+  std::shared_ptr<Ring>& place = all.rings[{ring_id, device}];
+  if (place != nullptr) {
+    std::lock_guard<std::mutex> one_call(place->mutex());
+    ring->Follow(*place);
+  }
+  place = std::move(ring);
   return true;
 }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "block_math.h"
+
 namespace kvjax {
 namespace {
 
@@ -23,6 +25,7 @@ Ring::~Ring() { Close(); }
 void Ring::Prepare() {
   if (memory_ != nullptr) {
     if (idle_steps_ < kIdleSteps) return;
+    Drain();
     GiveBack();
     stats_.given_back += 1;
     return;
@@ -58,6 +61,17 @@ Status Ring::Take() {
   return Status::Ok();
 }
 
+// The host waits until no kernel reads a slot and no copy writes one; freeing under them
+// corrupts whoever gets the memory next.
+void Ring::Drain() {
+  for (int64_t i = head_; i < issued_; ++i) {
+    (void)transport_->Synchronize(slot_of(base_ + i).ready);
+  }
+  for (Slot& slot : slots_) {
+    if (slot.released) (void)transport_->Synchronize(slot.release);
+  }
+}
+
 void Ring::GiveBack() {
   for (Slot& slot : slots_) {
     if (slot.ready != nullptr) transport_->FreeEvent(slot.ready);
@@ -74,11 +88,9 @@ void Ring::GiveBack() {
 }
 
 Status Ring::Begin(Stream compute, StepPlan plan) {
-  if (cursor_ < attends_.size()) {
-    KVJAX_RETURN_IF_ERROR(DropPlan(compute));
-    stats_.dropped_plans += 1;
-  }
+  KVJAX_RETURN_IF_ERROR(Abort(compute));
   stats_.steps += 1;
+  NoteMoved(MovedTails(plan));
   plan_ = std::move(plan);
   Cut();
   if (!delivering()) return Status::Ok();
@@ -99,13 +111,17 @@ void Ring::Cut() {
   int64_t num_segments = 0;
   for (const AttendKey& key : plan_.attends) {
     const Tail* tail = TailOf(key.layer);
-    if (tail == nullptr) continue;
+    if (tail == nullptr || SegmentBytes(tail->row_bytes) > settings_.slot_bytes) continue;
     const LayerShape shape = ShapeOf(plan_, *tail, key.window);
     const std::vector<Segment>& segments = Segments(shape);
     attends_.push_back({key, tail, shape, &segments, num_segments});
     num_segments += int64_t(segments.size());
   }
   idle_steps_ = num_segments > 0 ? 0 : idle_steps_ + 1;
+}
+
+int64_t Ring::SegmentBytes(int64_t row_bytes) const {
+  return std::max(settings_.slot_bytes, kBlock * row_bytes);
 }
 
 const Tail* Ring::TailOf(int64_t layer) const {
@@ -121,7 +137,8 @@ const std::vector<Segment>& Ring::Segments(const LayerShape& shape) {
                                     shape.window};
   auto found = cuts_.find(key);
   if (found == cuts_.end()) {
-    auto segments = CutTail(shape, plan_.lengths.data(), settings_.slot_bytes);
+    auto segments =
+        CutTail(shape, plan_.lengths.data(), SegmentBytes(shape.row_bytes));
     found = cuts_.emplace(key, std::move(segments)).first;
   }
   return found->second;
@@ -249,9 +266,11 @@ Status Ring::Join(Stream compute, int64_t end) {
   return Status::Ok();
 }
 
-Status Ring::DropPlan(Stream compute) {
+Status Ring::Abort(Stream compute) {
+  if (cursor_ >= attends_.size()) return Status::Ok();
   KVJAX_RETURN_IF_ERROR(Join(compute, issued_));
   stats_.skipped_attends += int64_t(attends_.size() - cursor_);
+  stats_.dropped_plans += 1;
   cursor_ = attends_.size();
   return Status::Ok();
 }
@@ -270,24 +289,34 @@ void Ring::NoteAppend(const char* tail) {
   for (const Tail& known : plan_.tails) {
     if (known.data == tail) return;
   }
-  stats_.moved_tails += 1;
-  if (stats_.moved_tails > 1) return;
-  std::fprintf(stderr,
-               "kvjax: a tail was copied before it was appended to. Donate the cache in "
-               "the outermost jit: jax.jit(step, donate_argnames=\"cache\")\n");
+  NoteMoved(1);
+}
+
+// Tails of the last step's cache that aren't where that step left them. XLA may copy a
+// tail that isn't donated before begin sees it.
+int64_t Ring::MovedTails(const StepPlan& plan) const {
+  const bool follows = plan.stamp_before != 0 && plan.stamp_before == plan_.stamp &&
+                       plan.tails.size() == plan_.tails.size();
+  int64_t moved = 0;
+  for (size_t i = 0; follows && i < plan.tails.size(); ++i) {
+    moved += plan.tails[i].data != plan_.tails[i].data;
+  }
+  return moved;
+}
+
+void Ring::NoteMoved(int64_t num_tails) {
+  if (num_tails > 0 && stats_.moved_tails == 0) {
+    std::fprintf(stderr,
+                 "kvjax: a tail was copied within a step. Donate the cache in the "
+                 "outermost jit: jax.jit(step, donate_argnames=\"cache\")\n");
+  }
+  stats_.moved_tails += num_tails;
 }
 
 void Ring::Close() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (memory_ != nullptr) {
-    // Kernels may still read slots and copies may still write them; freeing under them
-    // corrupts whoever gets the memory next.
-    for (int64_t i = head_; i < issued_; ++i) {
-      (void)transport_->Synchronize(slot_of(base_ + i).ready);
-    }
-    for (Slot& slot : slots_) {
-      if (slot.released) (void)transport_->Synchronize(slot.release);
-    }
+    Drain();
     GiveBack();
   }
   head_ = issued_;

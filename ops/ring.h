@@ -16,8 +16,8 @@
 // is enqueued and its release recorded.
 //
 // Calls come from one step at a time under Ring::mutex; no call waits for a device but
-// Close. (On the cpu platform a stream of work done at once waits for worker threads,
-// which take no lock.)
+// Close, and Prepare where a ring was idle for so long that the wait is over. (On the cpu
+// platform a stream of work done at once waits for worker threads, which take no lock.)
 #pragma once
 
 #include <cstdint>
@@ -63,7 +63,7 @@ struct RingSettings {
   X(ordered_moved)      /* ordered attends: another tail than begin's */            \
   X(skipped_attends)    /* attends of the plan that never came */                   \
   X(dropped_plans)      /* steps that ended before their last attend */             \
-  X(moved_tails)        /* appends to another tail than begin's: not donated */     \
+  X(moved_tails)        /* tails not where the last step or begin had them */       \
   X(given_back)         /* times that an idle ring's memory was given back */       \
   X(length_errors)      /* steps whose lengths did not fit the plan or the cells */ \
   X(stop_slots)         /* times that issuing stopped for want of a slot */         \
@@ -97,6 +97,8 @@ struct StepPlan {
   int32_t num_new;               // T
   std::vector<Tail> tails;
   std::vector<AttendKey> attends;  // in order; of layers with a tail
+  // Of the step that the cache comes from (0 = none known) and of this one.
+  uint64_t stamp_before = 0, stamp = 0;
 };
 
 class Ring {
@@ -115,6 +117,10 @@ class Ring {
   // Opens a step's plan and issues its first deliveries. An open plan is dropped.
   Status Begin(Stream compute, StepPlan plan);
 
+  // Takes the place of `before`, under whose plan a step may be running: its attends
+  // still to come go ordered.
+  void Follow(const Ring& before) { plan_ = before.plan_; }
+
   // How one attend gets its tail.
   struct Route {
     const std::vector<Segment>* segments;
@@ -130,6 +136,10 @@ class Ring {
   // All segments are released. Ends the step at the plan's last attend.
   Status Finish(Stream compute);
 
+  // The step dies here: drops its plan, if one is open. What was sent and never read is
+  // joined to `compute`, so that XLA may free the step's tails behind it.
+  Status Abort(Stream compute);
+
   // Copies a segment on the compute stream, for the ordered path.
   Status CopyOrdered(Stream compute, const Segment& segment, const char* tail, char* target);
 
@@ -141,6 +151,10 @@ class Ring {
   // Ends deliveries for good: waits until no kernel reads a slot and no copy runs, then
   // gives everything back. Attends still to come go ordered.
   void Close();
+
+  // What the largest segment of cells of row_bytes takes: a slot, or a block where that is
+  // larger. Such cells go ordered.
+  int64_t SegmentBytes(int64_t row_bytes) const;
 
   const std::vector<int32_t>& lengths() const { return plan_.lengths; }
   int32_t num_new() const { return plan_.num_new; }
@@ -163,6 +177,7 @@ class Ring {
 
   bool delivering() const { return memory_ != nullptr; }
   Status Take();
+  void Drain();
   void GiveBack();
   void Cut();
   const Tail* TailOf(int64_t layer) const;
@@ -170,7 +185,8 @@ class Ring {
   Status Pump();
   Status Issue(const PlannedAttend& attend, const Segment& segment);
   Status SkipTo(Stream compute, size_t attend);
-  Status DropPlan(Stream compute);
+  int64_t MovedTails(const StepPlan& plan) const;
+  void NoteMoved(int64_t num_tails);
   Status Join(Stream compute, int64_t end_segment);
   Slot& slot_of(int64_t delivery) { return slots_[delivery % settings_.num_slots]; }
   char* memory_of(int64_t delivery) {

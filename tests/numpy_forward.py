@@ -111,19 +111,18 @@ def attention(facts: Facts, w: dict[str, np.ndarray], x: np.ndarray) -> np.ndarr
     v = v.reshape(num_tokens, facts.num_kv_heads, facts.head_dim)
     if "q_norm" in w:
         q, k = norm(q, w["q_norm"], facts.eps), norm(k, w["k_norm"], facts.eps)
-    q, k = rope(facts, q), rope(facts, k)
+    q, k = rope(facts, q) / np.sqrt(facts.head_dim), rope(facts, k)
     out = np.zeros_like(q)
     for head in range(facts.num_heads):
         kv = head // (facts.num_heads // facts.num_kv_heads)
         for start in range(0, num_tokens, QUERIES):
             end = min(start + QUERIES, num_tokens)
-            scores = q[start:end, head] @ k[:end, kv].T / np.sqrt(facts.head_dim)
+            scores = q[start:end, head] @ k[:end, kv].T
             later = np.triu(np.ones((end - start, end - start), bool), k=1)
             scores[:, start:][later] = -np.inf
-            scores -= scores.max(axis=1, keepdims=True)
-            weights = np.exp(scores, out=scores)
-            total = weights.sum(axis=1, keepdims=True)
-            out[start:end, head] = weights @ v[:end, kv] / total
+            chances = np.exp(scores, out=scores)  # float64 holds exp up to 709
+            total = chances.sum(axis=1, keepdims=True)
+            out[start:end, head] = chances @ v[:end, kv] / total
     return out.reshape(num_tokens, -1) @ w["o"].T
 
 

@@ -351,6 +351,15 @@ def test_equal_prompts_draw_different_tokens():
     assert len({*map(tuple, outputs)}) == 3
 
 
+def test_each_step_and_turn_draws_anew():
+    flat = Sampling(temperature=1e6)  # all tokens alike: the draws alone decide
+    first = run(sampling=flat)
+    second = run(cache=first.cache, sampling=flat)
+    drawn = [ids for turn in (first, second) for ids in turn.output_ids]
+    assert len({*map(tuple, drawn)}) == 6
+    assert all(len({*ids}) > 8 for ids in drawn)
+
+
 def keys(count: int, seed: int = 0) -> jax.Array:
     return jax.random.split(jax.random.key(seed), count)
 
@@ -398,10 +407,11 @@ def test_ties_with_the_last_of_top_k_are_kept():
 
 
 def test_a_draw_does_not_depend_on_batch_mates():
-    logits = jax.random.normal(jax.random.key(0), (4, 50))
-    whole = sample(logits, keys(4), HOT)
-    alone = [sample(logits[i : i + 1], keys(4)[i : i + 1], HOT)[0] for i in range(4)]
-    assert_same_bits(whole, jnp.stack(alone))
+    draw = jax.jit(sample, static_argnames="sampling")
+    logits, one_each = jax.random.normal(jax.random.key(0), (4, 50)), keys(4)
+    rows = [slice(i, i + 1) for i in range(4)]
+    alone = [draw(logits[row], one_each[row], sampling=HOT)[0] for row in rows]
+    assert_same_bits(draw(logits, one_each, sampling=HOT), jnp.stack(alone))
 
 
 @pytest.mark.parametrize(

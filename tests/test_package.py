@@ -20,7 +20,7 @@ LAYERS = ("shapes", "config", "cache", "delivery", "model", "generate")
 
 
 def run_python(source: str, root: Path = ROOT) -> str:
-    """Standard output of a program that finds kvjax in `root`, however it is installed."""
+    """Output of a program that finds kvjax in `root`, however it is installed."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
     command = [sys.executable, "-S", "-c", source]  # -S: no editable install
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)

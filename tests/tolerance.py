@@ -28,5 +28,7 @@ def assert_same_bits(got: ArrayLike, want: ArrayLike):
     got, want = np.asarray(got), np.asarray(want)
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     if got.tobytes() != want.tobytes():
-        different = np.argwhere(got.view(np.uint8).ravel() != want.view(np.uint8).ravel())
+        different = np.argwhere(
+            got.view(np.uint8).ravel() != want.view(np.uint8).ravel()
+        )
         raise AssertionError(f"{len(different)} bytes differ, first {different[0]}")

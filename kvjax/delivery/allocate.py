@@ -40,8 +40,14 @@ def pool_limit_bytes() -> int:
     """The limit of XLA's pinned pool for each GPU: 64 GiB, or what its variable says.
 
     The only environment variable that kvjax reads, since XLA offers no other way to ask.
+
+    Raises:
+      ValueError: the variable is not a whole number.
     """
-    return int(os.environ.get(POOL_LIMIT, 64)) << 30
+    gib = os.environ.get(POOL_LIMIT, "64")
+    if not gib.isdecimal():
+        raise ValueError(f"{POOL_LIMIT} must be a whole number of GiB, got {gib!r}")
+    return int(gib) << 30
 
 
 def available_host_bytes() -> int:

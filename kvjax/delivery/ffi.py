@@ -138,6 +138,33 @@ def _workspace(q: Array, cells: Array, value_dim: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((floats,), jnp.float32)
 
 
+@jax.custom_batching.custom_vmap
+def _refuse_vmap(x):
+    return x
+
+
+@_refuse_vmap.def_vmap
+def _(axis_size, in_batched, x):
+    raise NotImplementedError(
+        f"a step cannot be mapped by jax.vmap (of {axis_size}): its ops append to one "
+        "cache in place. Batch sequences in the cache: CacheConfig(batch_size=...)"
+    )
+
+
+@jax.custom_jvp
+def once(x: Array) -> Array:
+    """A step's input as it is; jax.vmap and jax.grad are refused, within a jit too."""
+    return _refuse_vmap(x)
+
+
+@once.defjvp
+def _(primals, tangents):
+    raise NotImplementedError(
+        "a step cannot be differentiated: its ops append to one cache in place. "
+        "Placement(backend='reference') can, with all cells on the device"
+    )
+
+
 def begin(
     placement: Placement,
     tokens: Int[Array, "B T"],

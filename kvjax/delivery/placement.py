@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array
 
 from kvjax.cache.state import Cache, LayerCells, cache_bytes
-from kvjax.config import CacheConfig
+from kvjax.config import CacheConfig, check_range
 
 BACKENDS = ("native", "reference")
 
@@ -44,8 +44,8 @@ class Placement:
             raise ValueError(
                 f"axis must be one of the mesh's axes {self.mesh.axis_names}, got {self.axis!r}"
             )
-        if not 0 <= self.ring_id < 1 << 31:
-            raise ValueError(f"ring_id must be between 0 and 2**31 - 1, got {self.ring_id}")
+        check_range("ring_id", self.ring_id, 0, (1 << 31) - 1)
+        check_range("num_heads", self.num_heads, 1, 1 << 16)
         check_heads(self.num_heads, self.config.num_kv_heads, self.axis_size)
 
     @property

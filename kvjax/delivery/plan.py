@@ -22,9 +22,15 @@ class Slots(NamedTuple):
 
 
 class Decline(NamedTuple):
-    """Why a device gets no ring; the same bits come by the ordered path."""
+    """Why a device gets no ring; the same bits come by the ordered path.
+
+    Attributes:
+      reason: A sentence, with its numbers.
+      asked_for: It is what the settings ask for, not what they fail to give.
+    """
 
     reason: str
+    asked_for: bool = True
 
 
 def plan_ring(placement: Placement, config: RingConfig) -> Slots | Decline:
@@ -49,7 +55,8 @@ def plan_ring(placement: Placement, config: RingConfig) -> Slots | Decline:
     if allowed < MIN_SLOTS:
         return Decline(
             f"a ring needs {MIN_SLOTS} slots of {config.slot_bytes} bytes, "
-            f"{MIN_SLOTS * config.slot_bytes} in all, budget_bytes allows {config.budget}"
+            f"{MIN_SLOTS * config.slot_bytes} in all, budget_bytes allows {config.budget}",
+            asked_for=False,
         )
     return Slots(max(MIN_SLOTS, min(allowed, useful)), config.slot_bytes)
 

@@ -1,7 +1,7 @@
 """The ring's handle: opens it on every local device, counts, closes. Contract: ops/ring.h."""
 
-import atexit
 import ctypes
+import sys
 import weakref
 from typing import NamedTuple
 
@@ -12,8 +12,6 @@ from kvjax.delivery import ffi
 from kvjax.delivery.placement import Placement
 from kvjax.delivery.plan import Decline, Slots, plan_ring
 
-_open: weakref.WeakSet["Ring"] = weakref.WeakSet()  # the registry, for the exit
-
 
 class RingStats(NamedTuple):
     """Counts of one device's ring, or of all local devices together, since it was opened.
@@ -22,24 +20,24 @@ class RingStats(NamedTuple):
     copied along between sequences.
     """
 
-    steps: int
-    deliveries: int
-    early_bytes: int
-    ordered_bytes: int
-    gap_bytes: int
-    slot_reuses: int
-    ordered_depth: int
-    ordered_sequence: int
-    ordered_moved: int
-    skipped_attends: int
-    dropped_plans: int
-    moved_tails: int
-    given_back: int
-    length_errors: int
-    stop_slots: int
-    stop_depth: int
-    ring_bytes: int
-    num_slots: int
+    steps: int = 0
+    deliveries: int = 0
+    early_bytes: int = 0
+    ordered_bytes: int = 0
+    gap_bytes: int = 0
+    slot_reuses: int = 0
+    ordered_depth: int = 0
+    ordered_sequence: int = 0
+    ordered_moved: int = 0
+    skipped_attends: int = 0
+    dropped_plans: int = 0
+    moved_tails: int = 0
+    given_back: int = 0
+    length_errors: int = 0
+    stop_slots: int = 0
+    stop_depth: int = 0
+    ring_bytes: int = 0
+    num_slots: int = 0
 
 
 class Emulation(NamedTuple):
@@ -62,13 +60,18 @@ class Ring:
     """The rings of one cache: one on each local device of its placement, each on its own.
 
     Without one, or after close, attends go by the ordered path: the same bits. Settings
-    are the ring's; to change them close it and open another.
+    are the ring's; to change them close it and open another. A ring that nobody holds
+    any more is closed, and so are all at interpreter exit: before the client dies,
+    touching nothing of XLA's. The reference backend has none: one that says so.
     """
 
     def __init__(self, placement: Placement, plans: dict[jax.Device, Slots | Decline]):
         self.placement = placement
         self.plans = plans
-        _open.add(self)
+        self._devices = [] if placement.backend == "reference" else [*plans]
+        self._close = weakref.finalize(
+            self, _close_native, placement.ring_id, self._devices
+        )
 
     @classmethod
     def open(
@@ -89,48 +92,62 @@ class Ring:
 
         Raises:
           ValueError: the id's ring is open already, a slot holds no block, or the native
-            library is missing.
+            library is missing. No device is left open then.
         """
-        local = [d for d in placement.mesh.devices.flat if d.process_index == jax.process_index()]
+        here = jax.process_index()
+        local = [d for d in placement.mesh.devices.flat if d.process_index == here]
+        if placement.backend == "reference":
+            none = Decline("the reference backend has no ring")
+            return cls(placement, dict.fromkeys(local, none))
         configs = {d: (per_device or {}).get(d, config or RingConfig()) for d in local}
         plans = {d: plan_ring(placement, configs[d]) for d in local}
         opened = []
         for device in local:
-            emulated = emulation.get(device) if isinstance(emulation, dict) else emulation
-            if not _open_native(placement, device, configs[device], plans[device], emulated):
-                for other in opened:
-                    _library(other).kvjax_ring_close(placement.ring_id, _ordinal(other))
+            like = emulation.get(device) if isinstance(emulation, dict) else emulation
+            if not _open_native(placement, device, configs[device], plans[device], like):
+                _close_native(placement.ring_id, opened)
                 raise ValueError(
                     f"ring_id {placement.ring_id} is open already on {device}; close that "
                     "ring, or give this cache's Placement another ring_id"
                 )
             opened.append(device)
+        _tell(plans)
         return cls(placement, plans)
 
     def stats(self, device: jax.Device | None = None) -> RingStats:
         """Counts of one device, or the sum over the local ones."""
-        devices = self.plans if device is None else [device]
-        counts = [_stats(self.placement.ring_id, d) for d in devices]
+        devices = [d for d in self._devices if device in (None, d)]
+        counts = [_stats(self.placement.ring_id, d) for d in devices] or [RingStats()]
         return RingStats(*map(sum, zip(*counts, strict=True)))
 
     def declines(self) -> dict[jax.Device, str]:
         """Devices that have no ring, and why, with the numbers."""
-        texts = {d: _decline(self.placement.ring_id, d) for d in self.plans}
+        texts = {d: _decline(self.placement.ring_id, d) for d in self._devices}
+        if not self._devices:
+            texts = {d: plan.reason for d, plan in self.plans.items()}
         return {device: text for device, text in texts.items() if text}
 
     def close(self) -> None:
-        """Waits for deliveries in flight and gives everything back. Later attends go ordered."""
-        for device in self.plans:
-            _library(device).kvjax_ring_close(
-                ctypes.c_int64(self.placement.ring_id), ctypes.c_int64(_ordinal(device))
-            )
-        _open.discard(self)
+        """Waits for deliveries in flight and gives everything back, once.
+
+        Later attends go ordered.
+        """
+        self._close()
 
     def __enter__(self) -> "Ring":
         return self
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def _tell(plans: dict[jax.Device, Slots | Decline]) -> None:
+    """Says each reason once for which a device gets no ring that was asked for."""
+    declines = [plan for plan in plans.values() if isinstance(plan, Decline)]
+    for reason in sorted({plan.reason for plan in declines if not plan.asked_for}):
+        print(
+            f"kvjax: no ring, going on with the ordered path: {reason}", file=sys.stderr
+        )
 
 
 def _library(device: jax.Device) -> ctypes.CDLL:
@@ -181,8 +198,8 @@ def _decline(ring_id: int, device: jax.Device) -> str:
     return text.value.decode()
 
 
-@atexit.register
-def _close_all() -> None:
-    """Interpreter exit is a close: before the client dies, touching nothing of XLA's."""
-    for ring in list(_open):
-        ring.close()
+def _close_native(ring_id: int, devices: list[jax.Device]) -> None:
+    for device in devices:
+        _library(device).kvjax_ring_close(
+            ctypes.c_int64(ring_id), ctypes.c_int64(_ordinal(device))
+        )

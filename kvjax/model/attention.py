@@ -9,10 +9,12 @@ All of it is traced inside the caller's jit, which donates the cache.
 """
 
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.formats import encode
 from kvjax.cache.state import Cache, LayerCells
+from kvjax.config import check_range
 from kvjax.delivery import ffi, reference
 from kvjax.delivery.placement import Placement
 
@@ -34,6 +36,7 @@ class Step:
         self._num_new = num_new
         self._stamp = cache.stamp
         self._ticket = None
+        self._trace = get_opaque_trace_state()
 
     @classmethod
     def begin(
@@ -55,13 +58,23 @@ class Step:
 
         Returns:
           The tokens to embed (use these: they order begin before everything) and the step.
+
+        Raises:
+          ValueError: tokens or num_new aren't of the cache's batch, or `attends` names
+            what the cache hasn't.
         """
         num_seqs, width = tokens.shape
+        _check_batch(placement, tokens, num_new)
         if num_new is None:
             num_new = jnp.full(num_seqs, width, jnp.int32)
+        if placement.backend == "native":
+            tokens, num_new = ffi.once(tokens), ffi.once(num_new)
+            cache = cache._replace(lengths=ffi.once(cache.lengths))
         step = cls(placement, cache, num_new, width)
         if attends is None:
             attends = tuple((i, None) for i in range(len(cache.layers)))
+        for layer, window in attends:
+            _check_attend(placement, layer, window)
         has_tail = any(cells.tail is not None for cells in cache.layers)
         if placement.backend == "native":
             if has_tail:
@@ -83,8 +96,25 @@ class Step:
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> Float[Array, "B T N Hv"]:
-        """Encodes and appends the step's keys and values, then attends (delivery/ffi.py)."""
+        """Encodes and appends the step's keys and values, then attends (delivery/ffi.py).
+
+        Raises:
+          ValueError: the cache has no such layer or window, its heads or head sizes are
+            others, or a transformation was entered since begin.
+        """
         place = self.placement
+        _check_attend(place, layer, window)
+        _check_heads(place, q, k)
+        if get_opaque_trace_state() != self._trace:
+            raise ValueError(
+                f"attend of layer {layer} is inside a transformation (lax.scan over "
+                "layers, lax.cond, jax.vmap, jax.checkpoint, jit) that began after the "
+                "step: loop over layers in Python, and transform whole steps"
+            )
+        if place.backend == "native":
+            if self._ticket is None:
+                raise ValueError(f"attend of layer {layer} comes before Step.begin")
+            q, k, v = ffi.once(q), ffi.once(k), ffi.once(v)
         rows = encode(place.config, place.expand_heads(k), place.expand_heads(v))
         q, rows = (place.constrain(x, place.head_spec) for x in (q, rows))
         cells = self._append(layer, rows)
@@ -123,3 +153,30 @@ class Step:
         capacity = self.placement.config.num_cells
         lengths = jnp.minimum(self._lengths + self._num_new, capacity)
         return Cache(tuple(self._layers), lengths, self._stamp)
+
+
+def _check_batch(placement: Placement, tokens: Array, num_new: Array | None) -> None:
+    num_seqs = placement.config.batch_size
+    if tokens.shape[0] != num_seqs or (num_new is not None and num_new.shape != (num_seqs,)):
+        counts = "" if num_new is None else f" and num_new {list(num_new.shape)}"
+        raise ValueError(
+            f"the cache holds {num_seqs} sequences, got tokens {list(tokens.shape)}"
+            f"{counts}: give each sequence a row, and num_new 0 if it has none"
+        )
+
+
+def _check_attend(placement: Placement, layer: int, window: int | None) -> None:
+    check_range("layer", layer, 0, placement.config.num_layers - 1)
+    if window is not None:
+        check_range("window", window, 1, 1 << 30)
+
+
+def _check_heads(placement: Placement, q: Array, k: Array) -> None:
+    config = placement.config
+    want = (placement.num_heads, config.head_dim, config.num_kv_heads)
+    got = (*q.shape[2:], k.shape[2])
+    if got != want:
+        raise ValueError(
+            f"the placement has {want[0]} query heads of {want[1]} and {want[2]} kv heads, "
+            f"got q {list(q.shape)} and k {list(k.shape)}"
+        )

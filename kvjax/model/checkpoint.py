@@ -73,7 +73,6 @@ NAMES = {
     "down": Names("blk.{i}.ffn_down.weight", "model.layers.{i}.mlp.down_proj.weight"),
 }
 PARTS = {"kv": ("k", "v"), "kv_bias": ("k_bias", "v_bias"), "gate_up": ("gate", "up")}
-MATRICES = ("q", "kv", "o", "gate_up", "down")  # stored [out, in]; we hold [in, out]
 
 
 class Checkpoint(ABC):
@@ -268,10 +267,7 @@ def arrange(
     layer = int(prefix[1]) if prefix else None
     parts = [checkpoint.read(role, layer) for role in PARTS.get(kind, (kind,))]
     parts = [part.astype(dtype, copy=False) for part in parts]
-    if kind in MATRICES:
-        parts = [part.T for part in parts]
-    whole = parts[0] if len(parts) == 1 else np.stack(parts, axis=-2)
-    return whole.reshape(shape)
+    return (parts[0] if len(parts) == 1 else np.stack(parts)).reshape(shape)
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:

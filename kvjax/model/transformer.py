@@ -3,9 +3,9 @@ r"""A decoder of the Llama family in Flax NNX that reads its cache through a `St
     x --- norm --- q, kv --- rope --- attend --- o ---(+)--- norm --- mlp ---(+)--- x
       \__________________________________________/  \_______________________/
 
-Weights are few and large, since every array costs a little in every dispatch. Matrix
-products take operands in the weights' dtype and return float32; what goes from block to
-block is rounded to the weights' dtype.
+Weights are few and large, since every array costs a little in every dispatch, and lie
+[out, in], so that a decode step reads them along memory. Matrix products take operands
+in the weights' dtype and return float32; all else, x too, is float32.
 """
 
 import functools
@@ -273,39 +273,38 @@ class Layer(nnx.Module):
         norm = dict(mean=1.0, std=0.1)
         bias, qk_norm = config.qkv_bias, config.qk_norm
         self.attn_norm = weight(dtype, D, **norm)
-        self.q = weight(dtype, D, N, H, split=1, std=D**-0.5)
-        self.kv = weight(dtype, D, 2, K, H, split=2, std=D**-0.5)
+        self.q = weight(dtype, N, H, D, split=0, std=D**-0.5)
+        self.kv = weight(dtype, 2, K, H, D, split=1, std=D**-0.5)
         self.q_bias = weight(dtype, N, H, split=0, std=0.1) if bias else None
         self.kv_bias = weight(dtype, 2, K, H, split=1, std=0.1) if bias else None
         self.q_norm = weight(dtype, H, **norm) if qk_norm else None
         self.k_norm = weight(dtype, H, **norm) if qk_norm else None
-        self.o = weight(dtype, N, H, D, split=0, std=(N * H) ** -0.5)
+        self.o = weight(dtype, D, N, H, split=1, std=(N * H) ** -0.5)
         self.mlp_norm = weight(dtype, D, **norm)
-        self.gate_up = weight(dtype, D, 2, F, split=2, std=D**-0.5)
-        self.down = weight(dtype, F, D, split=0, std=F**-0.5)
+        self.gate_up = weight(dtype, 2, F, D, split=1, std=D**-0.5)
+        self.down = weight(dtype, D, F, split=1, std=F**-0.5)
 
     def __call__(
         self, index: int, x: Float[Array, "B T D"], rotation: Rotation, step: Step
     ) -> Float[Array, "B T D"]:
-        y = rms_norm(x, self.attn_norm, self.eps).astype(x.dtype)
-        q, k, v = self.qkv(y)
+        q, k, v = self.qkv(rms_norm(x, self.attn_norm, self.eps))
         q, k = rotate(q, rotation), rotate(k, rotation)
-        y = step.attend(index, q.astype(x.dtype), k, v, scale=self.scale)
-        x = add(x, summed("BTNH,NHD->BTD", y, self.o, step.placement))
+        y = step.attend(index, q.astype(self.q.dtype), k, v, scale=self.scale)
+        x = x + summed("BTNH,DNH->BTD", y, self.o, step.placement)
 
-        y = rms_norm(x, self.mlp_norm, self.eps).astype(x.dtype)
-        gate_up = product("BTD,DCF->BTCF", y, self.gate_up)
-        y = (jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]).astype(x.dtype)
-        return add(x, summed("BTF,FD->BTD", y, self.down, step.placement))
+        y = rms_norm(x, self.mlp_norm, self.eps)
+        gate_up = product("BTD,CFD->BTCF", y, self.gate_up)
+        y = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
+        return x + summed("BTF,DF->BTD", y, self.down, step.placement)
 
     def qkv(
         self, x: Float[Array, "B T D"]
     ) -> tuple[
         Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]
     ]:
-        """Queries, keys and values before RoPE, float32."""
-        q = product("BTD,DNH->BTNH", x, self.q)
-        kv = product("BTD,DCKH->BTCKH", x, self.kv)
+        """Queries, keys and values before RoPE."""
+        q = product("BTD,NHD->BTNH", x, self.q)
+        kv = product("BTD,CKHD->BTCKH", x, self.kv)
         if self.q_bias is not None:
             q = q + self.q_bias[...].astype(jnp.float32)
             kv = kv + self.kv_bias[...].astype(jnp.float32)
@@ -360,14 +359,13 @@ class Transformer(nnx.Module):
         """
         self._check(placement, logits)
         tokens, step = Step.begin(placement, cache, tokens, num_new)
-        everywhere = placement.sharding(P())
-        x = self.embedding.at[tokens].get(out_sharding=everywhere)  # [B, T, D]
+        x = look_up(self.embedding, tokens, placement)
         rotation = rotations(self.config, step.positions)
         for index, layer in enumerate(self.layers):
             x = layer(index, x, rotation, step)
         if logits == "last":
             x = last(x, num_new)
-        x = rms_norm(x, self.norm, self.config.norm_eps).astype(x.dtype)
+        x = rms_norm(x, self.norm, self.config.norm_eps)
         head = self.embedding if self.head is None else self.head
         return placement.constrain(product("...D,VD->...V", x, head), P()), step.end()
 
@@ -384,13 +382,38 @@ class Transformer(nnx.Module):
             )
 
 
+def look_up(
+    embedding: nnx.Param, tokens: Int[Array, "B T"], placement: Placement
+) -> Float[Array, "B T D"]:
+    """Each token's row, on every device; NaN for a token outside the vocabulary.
+
+    By hand, each device its own rows: left to itself XLA gathers the whole embedding.
+    """
+    axis = placement.axis
+    spec = split_spec(embedding, axis, placement.axis_size)
+
+    def local(table, tokens):
+        shared = spec[0] is not None
+        row = tokens - jax.lax.axis_index(axis) * table.shape[0] if shared else tokens
+        mine = (row >= 0) & (row < table.shape[0])
+        rows = table[jnp.where(mine, row, 0)].astype(jnp.float32)
+        rows = jnp.where(mine[:, :, None], rows, 0)
+        return jax.lax.psum(rows, axis) if shared else rows
+
+    rows = jax.shard_map(
+        local, mesh=placement.mesh, in_specs=(spec, P()), out_specs=P()
+    )(embedding[...], tokens)
+    known = (tokens >= 0) & (tokens < embedding.shape[0])
+    return jnp.where(known[:, :, None], rows, jnp.nan)
+
+
 def product(
     dims: str, x: Array, w: nnx.Param, sharding: NamedSharding | None = None
 ) -> Float[Array, "..."]:
-    """x times a weight in float32; true float32 (no TF32) where the weights are so."""
+    """x in w's dtype, times w, in float32; true float32 (no TF32) where w is so."""
     return jnp.einsum(
         dims,
-        x,
+        x.astype(w.dtype),
         w[...],
         precision="highest" if w.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
@@ -406,14 +429,8 @@ def summed(
     return placement.constrain(product(dims, x, w, everywhere), P())
 
 
-def add(x: Float[Array, "B T D"], y: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """x + y in float32, rounded once to x's dtype."""
-    return (x.astype(jnp.float32) + y).astype(x.dtype)
-
-
 def rms_norm(x: Float[Array, "..."], w: nnx.Param, eps: float) -> Float[Array, "..."]:
-    """x over the root of its mean square, times w; float32 (arXiv:1910.07467)."""
-    x = x.astype(jnp.float32)
+    """x over the root of its mean square, times w (arXiv:1910.07467)."""
     square = jnp.mean(x * x, axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(square + eps) * w[...].astype(jnp.float32)
 
@@ -470,7 +487,7 @@ def shardings(
 ) -> PyTree[NamedSharding]:
     """Where each parameter lies: the model's state with a NamedSharding for each array.
 
-    q, kv and gate_up are split by column, o and down by row, embedding and head by
+    q, kv and gate_up are split by output, o and down by input, embedding and head by
     vocabulary. An array whose size doesn't divide lies whole on every device.
 
     Args:
@@ -486,13 +503,20 @@ def shardings(
     state = nnx.state(model) if isinstance(model, nnx.Module) else model
 
     def place(param: nnx.Param) -> nnx.Param:
-        divides = [size % mesh.shape[axis] == 0 for size in param.shape]
-        spec = P(
-            *(axis if s and d else None for s, d in zip(param.out_sharding, divides))
-        )
+        spec = split_spec(param, axis, mesh.shape[axis])
         return param.replace(NamedSharding(mesh, spec))
 
     return jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, nnx.Param))
+
+
+def split_spec(param: nnx.Param, axis: str, axis_size: int) -> P:
+    """A parameter's own spec on a mesh axis; an odd size is not split."""
+    return P(
+        *(
+            axis if declared and size % axis_size == 0 else None
+            for declared, size in zip(param.out_sharding, param.shape, strict=True)
+        )
+    )
 
 
 def fill(

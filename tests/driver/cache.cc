@@ -49,12 +49,6 @@ void TestCache::DrawLengths() {
   appended_.resize(num_seqs_);
 }
 
-int64_t TestCache::largest_row_bytes() const {
-  int64_t largest = 0;
-  for (const TestLayer& layer : layers_) largest = std::max(largest, layer.row_bytes);
-  return largest;
-}
-
 LayerShape TestCache::ShapeOf(AttendKey key) const {
   const TestLayer& layer = layers_[key.layer];
   return {num_seqs_,        num_new_,        layer.device_cells,
@@ -62,8 +56,8 @@ LayerShape TestCache::ShapeOf(AttendKey key) const {
 }
 
 void TestCache::DrawStep() {
-  num_new_ = int32_t(random_.Chance(0.1) ? random_.Between(100, 300)
-                                         : random_.Between(1, 4));
+  num_new_ =
+      int32_t(random_.Chance(0.1) ? random_.Between(100, 300) : random_.Between(1, 4));
   for (int32_t b = 0; b < num_seqs_; ++b) {
     if (random_.Chance(0.05)) lengths_[b] = int32_t(random_.Between(0, num_cells_));
     const int64_t room = std::max<int64_t>(0, num_cells_ - lengths_[b]);
@@ -72,7 +66,8 @@ void TestCache::DrawStep() {
     where_[b].clear();
     for (int32_t t = 0; t < appended_[b]; ++t) where_[b].push_back(lengths_[b] + t);
     if (appended_[b] < num_new_ && lengths_[b] > 0 && random_.Chance(0.2)) {
-      where_[b].push_back(random_.Between(0, std::min<int64_t>(lengths_[b], num_cells_) - 1));
+      where_[b].push_back(
+          random_.Between(0, std::min<int64_t>(lengths_[b], num_cells_) - 1));
     }
   }
 }
@@ -143,7 +138,8 @@ void TestCache::Reads(int64_t layer, const Span& span, const char* base,
   for (int64_t cell = span.first_cell; cell < span.end_cell; ++cell) {
     if (Replaced(span.seq, cell)) continue;
     const int64_t in_span = (cell - span.first_cell) * layers_[layer].row_bytes;
-    reads->push_back({base + span.offset + in_span, Home(layers_[layer], span.seq, cell),
+    reads->push_back({base + span.offset + in_span,
+                      Home(layers_[layer], span.seq, cell),
                       Content(layer, span.seq, cell)});
   }
 }

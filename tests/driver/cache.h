@@ -1,5 +1,5 @@
-// A cache of random geometry whose every cell's content is known: the cells of its layers,
-// the steps that write them, and what a launch must read.
+// A cache of random geometry whose every cell's content is known: the cells of its
+// layers, the steps that write them, and what a launch must read.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,7 @@ class TestCache {
   const std::vector<int32_t>& lengths() const { return lengths_; }
   int64_t num_cells() const { return num_cells_; }
   int32_t num_new() const { return num_new_; }
-  int64_t largest_row_bytes() const;
+
   LayerShape ShapeOf(AttendKey key) const;
 
   // Draws a step: T, and for each sequence which cells it writes.

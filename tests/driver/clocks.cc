@@ -44,7 +44,7 @@ struct Work {
 
 struct LoggedStream {
   size_t index;
-  Clock clock;       // of the work enqueued so far
+  Clock clock;  // of the work enqueued so far
   Clock last_copy;
 };
 
@@ -113,8 +113,9 @@ class Clocks : public Machine {
   void Finish() override { host_.Join(compute_.clock); }
 
   // What a transport does.
-  void Copied(LoggedStream& stream, const Copy& copy, const char* source, char* target) {
-    NoteCopy(copy);
+  void Copied(LoggedStream& stream, const Copy& copy, const char* source,
+              char* target) {
+    NoteCopy(copy, target);
     const Work work = Next(stream);
     stream.last_copy = stream.clock;
     for (int64_t i = 0; i < copy.height; ++i) {
@@ -189,7 +190,8 @@ class Clocks : public Machine {
     if (after == pieces_.begin()) return Fail("a launch reads what no copy brought");
     const auto& [start, piece] = *std::prev(after);
     const int64_t skip = cell.at - start;
-    if (skip + row_bytes > piece.bytes) return Fail("a launch reads what no copy brought");
+    if (skip + row_bytes > piece.bytes)
+      return Fail("a launch reads what no copy brought");
     if (piece.source + skip != cell.home) return Fail("a launch reads another cell");
     if (!work.After(piece.work)) Fail("a launch may read before its copy is done");
     const auto write = LastWrite(cell.home);
@@ -209,8 +211,8 @@ class Clocks : public Machine {
 
   void Overwrite(const Work& work, Range range) {
     for (const auto& [data, reader] : readers_) {
-      const bool apart = data + reader.range.bytes <= range.data ||
-                         range.data + range.bytes <= data;
+      const bool apart =
+          data + reader.range.bytes <= range.data || range.data + range.bytes <= data;
       if (apart || work.After(reader.work)) continue;
       Fail("a copy may overwrite a slot under a launch");
     }
@@ -242,8 +244,8 @@ class Clocks : public Machine {
   std::map<const char*, std::shared_ptr<const Work>> filled_;             // by buffer
 };
 
-LoggedStream& AsStream(Stream stream) { return *static_cast<LoggedStream*>(stream); }
-LoggedEvent& AsEvent(Event event) { return *static_cast<LoggedEvent*>(event); }
+LoggedStream& StreamOf(Stream stream) { return *static_cast<LoggedStream*>(stream); }
+LoggedEvent& EventOf(Event event) { return *static_cast<LoggedEvent*>(event); }
 
 class LoggedTransport : public Transport {
  public:
@@ -264,27 +266,27 @@ class LoggedTransport : public Transport {
     *stream = clocks_->MakeStream();
     return Status::Ok();
   }
-  void FreeStream(Stream stream) override { clocks_->FreeStream(AsStream(stream)); }
+  void FreeStream(Stream stream) override { clocks_->FreeStream(StreamOf(stream)); }
   Status MakeEvent(Event* event) override {
     *event = new LoggedEvent;
     return Status::Ok();
   }
-  void FreeEvent(Event event) override { delete &AsEvent(event); }
+  void FreeEvent(Event event) override { delete &EventOf(event); }
   Status Enqueue(Stream stream, const Copy& copy, const char* source,
                  char* target) override {
-    clocks_->Copied(AsStream(stream), copy, source, target);
+    clocks_->Copied(StreamOf(stream), copy, source, target);
     return Status::Ok();
   }
   Status Record(Event event, Stream stream) override {
-    clocks_->Record(AsEvent(event), AsStream(stream));
+    clocks_->Record(EventOf(event), StreamOf(stream));
     return Status::Ok();
   }
   Status Wait(Stream stream, Event event) override {
-    if (clocks_->Wait(AsStream(stream), AsEvent(event))) return Status::Ok();
+    if (clocks_->Wait(StreamOf(stream), EventOf(event))) return Status::Ok();
     return Status::Internal("a wait on an event that was never recorded");
   }
   Status Synchronize(Event event) override {
-    clocks_->Synchronize(AsEvent(event));
+    clocks_->Synchronize(EventOf(event));
     return Status::Ok();
   }
 

@@ -1,6 +1,6 @@
 // A machine that does nothing and knows what orders what: it logs every copy, launch,
-// record and wait with a vector clock and finds each access that another one may overtake,
-// whatever the timing. Addresses are made up.
+// record and wait with a vector clock and finds each access that another one may
+// overtake, whatever the timing. Addresses are made up.
 #pragma once
 
 #include <memory>

@@ -11,7 +11,8 @@ int64_t Coverage::StoredEnd(int64_t length) const {
 }
 
 std::string Coverage::Add(const std::vector<Span>& spans, int64_t slot_bytes) {
-  if (spans.empty() || spans.size() > kMaxSpans) return "a launch of too few or many spans";
+  if (spans.empty() || spans.size() > kMaxSpans)
+    return "a launch of too few or many spans";
   std::vector<std::pair<int64_t, int64_t>> entries;
   for (const Span& span : spans) {
     const std::string wrong = AddSpan(span);
@@ -49,8 +50,8 @@ std::string Coverage::AddSpan(const Span& span) {
       return "a cell outside its span's blocks";
     }
     const bool resident = span.end_cell <= shape_.device_cells;
-    const int64_t from = resident ? std::max<int64_t>(span.first_cell, visible)
-                                  : span.first_cell;
+    const int64_t from =
+        resident ? std::max<int64_t>(span.first_cell, visible) : span.first_cell;
     if (from != covered.end_cell) return "a cell is read twice or not at all";
     covered.end_cell = span.end_cell;
   }
@@ -64,8 +65,8 @@ std::string Coverage::Complete() const {
     if (!covered.started || !covered.ended) return "a sequence without a result";
     const int64_t end = StoredEnd(lengths_[b]);
     if (covered.end_cell < end) return "a live cell is not read";
-    const int64_t end_block =
-        CeilDiv(std::min<int64_t>(lengths_[b] + shape_.num_new, shape_.num_cells()), kBlock);
+    const int64_t end_block = CeilDiv(
+        std::min<int64_t>(lengths_[b] + shape_.num_new, shape_.num_cells()), kBlock);
     if (covered.end_block < end_block) return "a row's block is not covered";
   }
   return "";

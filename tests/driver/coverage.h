@@ -1,4 +1,5 @@
-// What the launches of one attend covered: every block of every sequence once, in order.
+// What the launches of one attend covered: every block of every sequence once, in
+// order.
 #pragma once
 
 #include <string>

@@ -5,13 +5,17 @@
 namespace kvjax {
 
 void Ledger::Begin(std::vector<AttendKey> attends) {
+  Abort();
   counts_.steps += 1;
-  if (open()) {
-    counts_.dropped_plans += 1;
-    counts_.skipped_attends += int64_t(attends_.size() - cursor_);
-  }
   attends_ = std::move(attends);
   cursor_ = 0;
+}
+
+void Ledger::Abort() {
+  if (!open()) return;
+  counts_.dropped_plans += 1;
+  counts_.skipped_attends += int64_t(attends_.size() - cursor_);
+  cursor_ = attends_.size();
 }
 
 bool Ledger::Attend(AttendKey key, bool moved, bool delivering) {
@@ -30,10 +34,10 @@ bool Ledger::Attend(AttendKey key, bool moved, bool delivering) {
 }
 
 std::string Ledger::Compare(const RingStats& stats) const {
-#define KVJAX_COMPARE(name)                                              \
-  if (stats.name != counts_.name) {                                      \
+#define KVJAX_COMPARE(name)                                                \
+  if (stats.name != counts_.name) {                                        \
     return #name " is " + std::to_string(stats.name) + ", it should be " + \
-           std::to_string(counts_.name);                                 \
+           std::to_string(counts_.name);                                   \
   }
   KVJAX_COMPARE(steps)
   KVJAX_COMPARE(ordered_depth)

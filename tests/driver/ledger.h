@@ -13,6 +13,8 @@ class Ledger {
   void Begin(std::vector<AttendKey> attends);
   // An attend that comes next; whether it must be delivered through slots.
   bool Attend(AttendKey key, bool moved, bool delivering);
+  // The step dies, if it isn't over.
+  void Abort();
   // A delivered attend is over.
   void EndDelivered() { cursor_ += 1; }
 

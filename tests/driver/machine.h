@@ -50,8 +50,8 @@ class Machine {
 
   // The rest is enqueued on the compute stream.
   virtual void Store(std::vector<CellWrite> cells, int64_t row_bytes) = 0;
-  // A launch: reads cells, fails on what it didn't expect, then poisons where it read from
-  // (nothing if that is `cells' home`).
+  // A launch: reads cells, fails on what it didn't expect, then poisons where it read
+  // from (nothing if that is `cells' home`).
   virtual void Launch(std::vector<CellRead> cells, int64_t row_bytes, Range poison) = 0;
   virtual void Duplicate(Range source, Range target) = 0;
   virtual void Free(Range range) = 0;
@@ -61,13 +61,17 @@ class Machine {
 
   // Bytes that transports were asked to copy: gaps and all.
   int64_t copied_bytes() const { return copied_bytes_; }
-  // Counts a copy, which must stay inside its slot.
-  void NoteCopy(const Copy& copy) {
+  // Counts a copy to a slot or the scratch memory at `target`, which it must stay
+  // inside.
+  void NoteCopy(const Copy& copy, const char* target) {
     copied_bytes_ += copy.width * copy.height;
-    const int64_t end = copy.target + (copy.height - 1) * copy.target_pitch + copy.width;
-    if (copy.target < 0 || end > slot_bytes) Fail("a copy leaves its slot");
+    const int64_t room = target == scratch.data ? scratch.bytes : slot_bytes;
+    const int64_t end =
+        copy.target + (copy.height - 1) * copy.target_pitch + copy.width;
+    if (copy.target < 0 || end > room) Fail("a copy leaves its slot");
   }
   int64_t slot_bytes = 0;
+  Range scratch;
 
   // What went wrong first; "" if nothing did.
   std::string failure() {

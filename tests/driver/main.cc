@@ -1,17 +1,23 @@
-// The ring without XLA and Python. Each mode prints a verdict and exits with 1 if it is bad.
+// The ring without XLA and Python. Each mode prints a verdict and exits with 1 if it is
+// bad.
 //
 //   driver fuzz --seeds=1000 --first=0 --workers=8    real streams with random delays
-//   driver recording --seeds=1000 --first=0           what orders what, whatever the delays
-//   driver virtual                                    makespans on a simulated clock
-//   driver ranges --lengths=300,10 ...                prints the cut of a layer's tail
+//   driver recording --seeds=1000 --first=0           what orders what, whatever the
+//   delays driver virtual                                    makespans on a simulated
+//   clock driver ranges --lengths=300,10 ...                prints the cut of a layer's
+//   tail
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
-#include <cstring>
+#include <mutex>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "clocks.h"
+#include "listing.h"
+#include "makespan.h"
 #include "play.h"
 #include "streams.h"
 
@@ -33,10 +39,10 @@ int64_t Number(const std::vector<std::string>& args, const std::string& name,
   return std::stoll(Flag(args, name, std::to_string(otherwise)));
 }
 
-PlayResult PlaySeed(uint64_t seed, bool threads) {
+std::unique_ptr<Machine> MakeMachine(uint64_t seed, bool threads) {
+  if (!threads) return MakeClocks();
   constexpr int64_t kDelays[] = {0, 0, 10, 50, 200};
-  const auto machine = threads ? MakeStreams(~seed, kDelays[seed / 7 % 5]) : MakeClocks();
-  return Play(seed, machine.get(), threads).Run();
+  return MakeStreams(~seed, kDelays[seed / 7 % 5], /*is_inline=*/seed % 6 == 5);
 }
 
 // Plays seeds on some host threads until one fails.
@@ -48,7 +54,8 @@ int PlayAll(const char* mode, const std::vector<std::string>& args, bool threads
   std::string failure;
   const auto work = [&] {
     for (int64_t seed = next++; seed < first + seeds && bad_seed < 0; seed = next++) {
-      const PlayResult result = PlaySeed(uint64_t(seed), threads);
+      const auto machine = MakeMachine(uint64_t(seed), threads);
+      const PlayResult result = Play(uint64_t(seed), machine.get(), threads).Run();
       std::lock_guard<std::mutex> lock(mutex);
       launches += result.launches;
 #define KVJAX_SUM(name) total.name += result.stats.name;
@@ -75,9 +82,63 @@ int PlayAll(const char* mode, const std::vector<std::string>& args, bool threads
   return 0;
 }
 
+// One makespan against what the busier of link and kernels needs; whether it is within
+// 10 % of that.
+bool TryMakespan(const char* host_name, const Host& host, int64_t segments,
+                 int64_t num_slots) {
+  // 8 MiB at 55 GB/s; kernels are as long, two fifths of them attention.
+  constexpr double kCopyUs = 150, kLaunchUs = 60;
+  const Load load{32, segments, kCopyUs, kLaunchUs, segments * (kCopyUs - kLaunchUs)};
+  const double bound = std::max(load.copies(), load.compute());
+  const double us = Makespan(load, host, /*depth=*/1, num_slots);
+  const bool hidden = us > 0 && us <= 1.1 * bound;
+  std::printf(
+      "%s host, %lld slots, %lld segments a layer: %.0f us, %.3f of the bound%s\n",
+      host_name, (long long)num_slots, (long long)segments, us, us / bound,
+      hidden ? "" : " (too long)");
+  return hidden;
+}
+
+int PlayVirtual() {
+  // A launch thread that runs ahead of a GPU, and wakes up late where it waits for one;
+  // the cpu platform, where a kernel is done when its call returns.
+  const Host gpu{2, 25, false}, cpu{0, 0, true};
+  bool hidden = true;
+  for (const auto& [segments, num_slots] :
+       {std::pair<int64_t, int64_t>{3, kMinSlots}, {3, 8}, {8, 8}}) {
+    hidden &= TryMakespan("gpu", gpu, segments, num_slots);
+    hidden &= TryMakespan("cpu", cpu, segments, num_slots);
+  }
+  const Load load{32, 3, 150, 60, 270};
+  const double ordered = Makespan(load, gpu, /*depth=*/0, /*num_slots=*/0);
+  const bool added = ordered > 1.9 * load.copies();
+  std::printf("ordered: %.0f us, %.3f of the bound\n", ordered,
+              ordered / load.copies());
+  std::printf("virtual: %s\n", hidden && added ? "ok" : "FAILED: overlap is lost");
+  return hidden && added ? 0 : 1;
+}
+
+// The launches of one attend over a tail, as JSON.
+int PrintRanges(const std::vector<std::string>& args) {
+  std::vector<int32_t> lengths;
+  std::stringstream text(Flag(args, "lengths", ""));
+  for (std::string length; std::getline(text, length, ',');) {
+    lengths.push_back(std::stoi(length));
+  }
+  const LayerShape shape{
+      int32_t(lengths.size()),         int32_t(Number(args, "num_new", 1)),
+      Number(args, "device_cells", 0), Number(args, "tail_cells", 0),
+      Number(args, "row_bytes", 16),   Number(args, "window", 0)};
+  const auto segments = CutTail(shape, lengths.data(), Number(args, "slot_bytes", 0));
+  std::puts(Listing(ResidentSpans(shape, lengths.data()), segments).c_str());
+  return 0;
+}
+
 int Main(const std::string& mode, const std::vector<std::string>& args) {
   if (mode == "fuzz") return PlayAll("fuzz", args, true);
   if (mode == "recording") return PlayAll("recording", args, false);
+  if (mode == "virtual") return PlayVirtual();
+  if (mode == "ranges") return PrintRanges(args);
   std::fprintf(stderr, "driver: no mode %s\n", mode.c_str());
   return 2;
 }

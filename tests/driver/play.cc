@@ -24,11 +24,19 @@ void Play::Open(uint64_t seed) {
   const int64_t num_slots = random_.Pick<int64_t>({1, 2, 3, 3, 4, 5, 8});
   settings_.depth = random_.Between(0, 4);
   settings_.num_slots = settings_.depth == 0 ? 0 : num_slots;
-  settings_.slot_bytes = kBlock * cache_.largest_row_bytes() * random_.Between(1, 4) +
+  int64_t largest = 0;
+  for (const TestLayer& layer : cache_.layers()) {
+    largest = std::max(largest, layer.row_bytes);
+  }
+  // Now and then a slot holds no block of some layers.
+  const int64_t row_bytes =
+      random_.Chance(0.9) ? largest : cache_.layers()[0].row_bytes;
+  settings_.slot_bytes = kBlock * row_bytes * random_.Between(1, 4) +
                          (random_.Chance(0.3) ? 16 * random_.Between(0, 300) : 0);
   settings_.decline = "depth is 0";
   machine_.slot_bytes = settings_.slot_bytes;
-  scratch_ = machine_.Allocate(settings_.slot_bytes);
+  machine_.scratch =
+      machine_.Allocate(std::max(settings_.slot_bytes, kBlock * largest));
 
   Emulation emulation;
   emulation.seed = seed;
@@ -55,10 +63,11 @@ void Play::Step() {
   cache_.DrawStep();
   const std::vector<AttendKey> attends = DrawAttends();
   std::vector<Range> renewed;
-  if (random_.Chance(0.2)) {  // the cache was copied between two steps
+  const bool renews = random_.Chance(0.2);  // the cache is copied between two steps
+  if (renews) {
     for (const Tail& tail : cache_.Tails()) renewed.push_back(cache_.Move(tail.layer));
   }
-  Begin(attends);
+  Begin(attends, !renews || random_.Chance(0.3));
   old_tails_.insert(old_tails_.end(), renewed.begin(), renewed.end());
   FreeOld();
   for (AttendKey key : DrawCalls(attends)) {
@@ -74,11 +83,12 @@ void Play::Step() {
 void Play::PlayIdle() {
   if (closer_.joinable()) return;
   const std::vector<int32_t> lengths = cache_.lengths();
-  const std::vector<AttendKey> attends = random_.Chance(0.5) ? DrawAttends()
-                                                             : std::vector<AttendKey>();
+  const std::vector<AttendKey> attends =
+      random_.Chance(0.5) ? DrawAttends() : std::vector<AttendKey>();
   cache_.SetLengths(std::vector<int32_t>(lengths.size(), 0));
+  Begin(attends, true);
   ledger_.counts().given_back += ring_->stats().ring_bytes > 0;
-  for (int64_t i = 0; i <= kIdleSteps; ++i) Begin(attends);
+  for (int64_t i = 0; i < kIdleSteps; ++i) Begin(attends, true);
   Expect(ring_->stats().ring_bytes == 0, "an idle ring keeps its memory");
   cache_.SetLengths(lengths);
 }
@@ -87,8 +97,10 @@ void Play::PlayIdle() {
 void Play::CloseSoon() {
   if (closer_.joinable()) return;
   clean_ = false;
-  if (!threads_ || random_.Chance(0.3)) return CloseRing(ring_id_, 0);
-  closer_ = std::thread([id = ring_id_, wait = random_.Between(0, 3000)] {
+  const bool now = random_.Chance(0.3);
+  const int64_t wait = random_.Between(0, 3000);
+  if (now || !threads_) return CloseRing(ring_id_, 0);
+  closer_ = std::thread([id = ring_id_, wait] {
     std::this_thread::sleep_for(std::chrono::microseconds(wait));
     CloseRing(id, 0);
   });
@@ -138,19 +150,37 @@ std::vector<AttendKey> Play::DrawCalls(const std::vector<AttendKey>& attends) {
   return calls;
 }
 
-void Play::Begin(const std::vector<AttendKey>& attends) {
-  ledger_.Begin(attends);
+// Attends of layers whose blocks fit a slot: others are not for the ring.
+std::vector<AttendKey> Play::FittingSlots(std::vector<AttendKey> attends) const {
+  const auto is_large = [&](AttendKey key) {
+    return kBlock * cache_.layers()[key.layer].row_bytes > settings_.slot_bytes;
+  };
+  attends.erase(std::remove_if(attends.begin(), attends.end(), is_large),
+                attends.end());
+  return attends;
+}
+
+// `follows`: the cache is the last step's, as far as its stamp tells.
+void Play::Begin(const std::vector<AttendKey>& attends, bool follows) {
+  ledger_.Begin(FittingSlots(attends));
   appended_.assign(cache_.layers().size(), false);
-  begun_.clear();
-  for (const TestLayer& layer : cache_.layers()) begun_.push_back(layer.tail.data);
-  StepPlan plan{cache_.lengths(), cache_.num_new(), cache_.Tails(), attends};
+  StepPlan plan{cache_.lengths(), cache_.num_new(),     cache_.Tails(),
+                attends,          follows ? stamp_ : 0, stamp_ + 1};
+  begun_.resize(cache_.layers().size());
+  for (const Tail& tail : plan.tails) {
+    const bool moved = plan.stamp_before > 0 && begun_[tail.layer] != tail.data;
+    ledger_.counts().moved_tails += moved;
+    begun_[tail.layer] = tail.data;
+  }
+  stamp_ += 1;
   std::lock_guard<std::mutex> lock(ring_->mutex());
   ring_->Prepare();
   const Status begun = ring_->Begin(machine_.compute(), std::move(plan));
   Expect(begun.ok(), "begin: " + begun.message);
 }
 
-// The step's append to a layer; whether it wrote a copy of the tail, for want of donation.
+// The step's append to a layer; whether it wrote a copy of the tail, for want of
+// donation.
 bool Play::Append(int64_t layer) {
   const bool moves = random_.Chance(0.03);
   if (moves) old_tails_.push_back(cache_.Move(layer));
@@ -183,34 +213,40 @@ bool Play::AttendOnce(AttendKey key) {
   const bool moved = call.tail != begun_[key.layer];
   const bool delivers = ledger_.Attend(key, moved, before.ring_bytes > 0);
   const Status status = AttendWatched(call, fail_at, &coverage);
-  if (status.message == "as asked") return false;
+  if (status.message == "as asked") {
+    ledger_.Abort();
+    return false;
+  }
   Expect(status.ok(), "attend: " + status.message);
   if (delivers) ledger_.EndDelivered();
   CheckAttend(coverage, delivers, ring_->stats().ordered_bytes - before.ordered_bytes);
   return true;
 }
 
-// Attends with launches that check what they get. Launch `fail_at` fails, if there is one.
-Status Play::AttendWatched(const AttendCall& call, int64_t fail_at, Coverage* coverage) {
+// Attends with launches that check what they get. Launch `fail_at` fails, if there is
+// one.
+Status Play::AttendWatched(const AttendCall& call, int64_t fail_at,
+                           Coverage* coverage) {
   int64_t num_launches = 0;
   slot_launches_ = scratch_launches_ = 0;
   const Launch launch = [&](const char* base, const std::vector<Span>& spans) {
     if (num_launches++ == fail_at) return Status::Internal("as asked");
-    const bool resident = base == call.device, ordered = base == scratch_.data;
+    const bool resident = base == call.device, ordered = base == machine_.scratch.data;
     scratch_launches_ += ordered;
     slot_launches_ += !resident && !ordered;
-    const std::string wrong = coverage->Add(spans, resident ? 0 : settings_.slot_bytes);
+    Range used = machine_.scratch;
+    if (!ordered) used = {const_cast<char*>(base), settings_.slot_bytes};
+    if (resident) used = {};
+    const std::string wrong = coverage->Add(spans, used.bytes);
     Expect(wrong.empty(), wrong);
     std::vector<CellRead> reads;
     for (const Span& span : spans) cache_.Reads(call.key.layer, span, base, &reads);
-    Range used;
-    if (!resident) used = {const_cast<char*>(base), settings_.slot_bytes};
     machine_.Launch(std::move(reads), call.row_bytes, used);
     return Status::Ok();
   };
   const Scratch scratch = [&](int64_t bytes, char** memory) {
-    Expect(bytes <= scratch_.bytes, "an ordered attend wants more than a slot");
-    *memory = scratch_.data;
+    Expect(bytes <= machine_.scratch.bytes, "an ordered attend wants too much scratch");
+    *memory = machine_.scratch.data;
     return Status::Ok();
   };
   const Status status = Attend(*ring_, machine_.compute(), call, launch, scratch);
@@ -223,8 +259,10 @@ void Play::CheckAttend(const Coverage& coverage, bool delivers, int64_t ordered_
   Expect(wrong.empty(), wrong);
   const int64_t live = coverage.LiveBytes();
   const int64_t expected = delivers ? slot_launches_ : scratch_launches_;
-  Expect(slot_launches_ + scratch_launches_ == expected, "an attend took the wrong path");
-  Expect((expected > 0) == (live > 0), "launches of the tail without live cells, or none");
+  Expect(slot_launches_ + scratch_launches_ == expected,
+         "an attend took the wrong path");
+  Expect((expected > 0) == (live > 0),
+         "launches of the tail without live cells, or none");
   Expect(ordered_bytes == (delivers ? 0 : live), "ordered bytes are not the live ones");
   if (!delivers) return;
   delivered_segments_ += slot_launches_;
@@ -240,10 +278,12 @@ void Play::CheckCounts() {
              machine_.copied_bytes(),
          "bytes early, ordered and in gaps are not those that were copied");
   Expect(stats.gap_bytes == 0 || cache_.lengths().size() > 1, "a gap at one sequence");
-  Expect(stats.early_bytes >= delivered_bytes_, "more bytes were attended than delivered");
+  Expect(stats.early_bytes >= delivered_bytes_,
+         "more bytes were attended than delivered");
   if (!clean_) return;
   Expect(stats.early_bytes == delivered_bytes_, "bytes were delivered for nothing");
-  Expect(stats.deliveries == delivered_segments_, "segments were delivered for nothing");
+  Expect(stats.deliveries == delivered_segments_,
+         "segments were delivered for nothing");
 }
 
 void Play::FreeOld() {

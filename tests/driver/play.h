@@ -1,6 +1,6 @@
-// Plays one seed: a random cache and ring, some steps with jumps and mishaps, all on one
-// machine. Everything random is drawn in the order of the host's calls, so a seed is the
-// same play on each machine, however its threads run.
+// Plays one seed: a random cache and ring, some steps with jumps and mishaps, all on
+// one machine. Everything random is drawn in the order of the host's calls, so a seed
+// is the same play on each machine, however its threads run.
 #pragma once
 
 #include <memory>
@@ -40,7 +40,8 @@ class Play {
 
   std::vector<AttendKey> DrawAttends();
   std::vector<AttendKey> DrawCalls(const std::vector<AttendKey>& attends);
-  void Begin(const std::vector<AttendKey>& attends);
+  std::vector<AttendKey> FittingSlots(std::vector<AttendKey> attends) const;
+  void Begin(const std::vector<AttendKey>& attends, bool follows);
   bool Append(int64_t layer);
   bool AttendOnce(AttendKey key);
   Status AttendWatched(const AttendCall& call, int64_t fail_at, Coverage* coverage);
@@ -59,17 +60,18 @@ class Play {
   const int64_t ring_id_;
   RingSettings settings_;
   std::shared_ptr<Ring> ring_;
-  Range scratch_;
+
   std::thread closer_;
 
   Ledger ledger_;
+  uint64_t stamp_ = 0;              // of the last step
   std::vector<bool> appended_;      // [L] in this step
   std::vector<const char*> begun_;  // [L] tails as begin saw them
   std::vector<Range> old_tails_;    // to be freed once the step is over
 
-  bool clean_ = true;              // no jump or mishap so far
-  int64_t slot_launches_ = 0;      // of this attend
-  int64_t scratch_launches_ = 0;   // of this attend
+  bool clean_ = true;             // no jump or mishap so far
+  int64_t slot_launches_ = 0;     // of this attend
+  int64_t scratch_launches_ = 0;  // of this attend
   int64_t launches_ = 0;
   int64_t delivered_segments_ = 0;
   int64_t delivered_bytes_ = 0;

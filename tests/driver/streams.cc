@@ -50,8 +50,8 @@ class Blocks {
   std::map<const char*, std::shared_ptr<Block>> blocks_;
 };
 
-// The emulated transport out of the machine's blocks; each copy looks whether it touched
-// memory that is free.
+// The emulated transport out of the machine's blocks; each copy looks whether it
+// touched memory that is free.
 class CheckedTransport : public EmulatedTransport {
  public:
   CheckedTransport(const Emulation& emulation, Blocks* blocks, Machine* machine)
@@ -70,7 +70,7 @@ class CheckedTransport : public EmulatedTransport {
 
   Status Enqueue(Stream stream, const Copy& copy, const char* source,
                  char* target) override {
-    machine_->NoteCopy(copy);
+    machine_->NoteCopy(copy, target);
     const auto from = blocks_->Find(source), to = blocks_->Find(target);
     if (from == nullptr || to == nullptr) {
       return Status::Internal("a copy from or to nobody's memory");
@@ -90,8 +90,8 @@ class CheckedTransport : public EmulatedTransport {
 };
 
 // Unchecked by ThreadSanitizer: a delivery may copy along, and never use, cells that an
-// append is writing: gaps between sequences, and cells that the step replaces. A cell that
-// is used is compared.
+// append is writing: gaps between sequences, and cells that the step replaces. A cell
+// that is used is compared.
 KVJAX_UNCHECKED void WriteCell(const CellWrite& cell, int64_t num_words) {
   volatile uint32_t* words = reinterpret_cast<uint32_t*>(cell.at);
   for (int64_t i = 0; i < num_words; ++i) words[i] = Word(cell.content, i);
@@ -107,8 +107,9 @@ int64_t FirstDifference(const CellRead& cell, int64_t num_words) {
 
 class Streams : public Machine {
  public:
-  Streams(uint64_t seed, int64_t delay_us) : transport_({seed, delay_us}) {
-    (void)transport_.MakeStream(&compute_);
+  Streams(uint64_t seed, int64_t delay_us, bool is_inline)
+      : transport_({seed, delay_us}) {
+    if (!is_inline) (void)transport_.MakeStream(&compute_);
   }
   ~Streams() override { Finish(); }
 
@@ -144,8 +145,8 @@ class Streams : public Machine {
   }
 
   void Finish() override {
-    if (compute_ != nullptr) transport_.FreeStream(compute_);
-    compute_ = nullptr;
+    if (compute_ != kInlineStream) transport_.FreeStream(compute_);
+    compute_ = kInlineStream;
   }
 
  private:
@@ -157,14 +158,14 @@ class Streams : public Machine {
   }
 
   EmulatedTransport transport_;
-  Stream compute_ = nullptr;
+  Stream compute_ = kInlineStream;
   Blocks blocks_;
 };
 
 }  // namespace
 
-std::unique_ptr<Machine> MakeStreams(uint64_t seed, int64_t delay_us) {
-  return std::make_unique<Streams>(seed, delay_us);
+std::unique_ptr<Machine> MakeStreams(uint64_t seed, int64_t delay_us, bool is_inline) {
+  return std::make_unique<Streams>(seed, delay_us, is_inline);
 }
 
 }  // namespace kvjax

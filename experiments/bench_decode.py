@@ -1,0 +1,731 @@
+"""How near to the link's limit does decode come when the cache lies in host memory?
+
+    python experiments/bench_decode.py --geometry=llama-3.1-8b --cells=4096,32768
+
+A token must move the live bytes of the tail over the link once, and the model must
+compute: no step is faster than max(live bytes / raw copy rate, device-resident step).
+That is the bound; the share of it that an arm reaches is bound / measured. Arms, in
+A/B/B/A order within one process, all over the same cells:
+
+    device      every cell in device memory: what computing costs
+    ordered     kvjax without a ring: copy, then attend, layer by layer
+    pipelined   kvjax with a ring, one arm for each of its settings
+    xla         each layer put on the device in the jit, without kvjax
+
+With Llama 3.1 8B and a bf16 cache a cell takes 131,072 bytes: at 55 GB/s 32,768 cells
+cost 78 ms a token to copy.
+"""
+
+import itertools
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+from jax.sharding import Mesh
+from tqdm import tqdm
+from xla_alone import PlainTransformer
+
+from kvjax.advice import GB, cell_bytes
+from kvjax.cache.state import Cache
+from kvjax.config import CACHE_DTYPES, MIB, CacheConfig, RingConfig
+from kvjax.delivery.allocate import available_host_bytes, check_host, footprint
+from kvjax.delivery.placement import Placement, make_mesh
+from kvjax.delivery.plan import Decline, plan_ring
+from kvjax.delivery.ring import Ring, RingStats
+from kvjax.generate import Decoder
+from kvjax.measurement import (
+    PIECE_BYTES,
+    WARMUP,
+    StepFunction,
+    decode_step,
+    device_memory,
+    link_rate,
+    provenance,
+    random_cache,
+    read_rate,
+    rewind,
+    run_steps,
+)
+from kvjax.model.checkpoint import load, open_checkpoint
+from kvjax.model.transformer import (
+    GEOMETRIES,
+    ModelConfig,
+    Transformer,
+    random_model,
+    split,
+)
+from kvjax.shapes import BLOCK
+
+ARMS = ("device", "ordered", "pipelined", "xla")
+PACKAGES = ("jax", "jaxlib", "flax", "numpy")
+MS = 1e3
+AGREE = 0.75  # of xla's tokens: it rounds elsewhere, which turns near ties
+
+GEOMETRY = flags.DEFINE_enum(
+    "geometry", "tiny", list(GEOMETRIES), "Random weights of this geometry."
+)
+MODEL = flags.DEFINE_string(
+    "model", None, "GGUF file or Hugging Face directory, instead of --geometry."
+)
+CELLS = flags.DEFINE_list("cells", ["4096"], "Cells that each sequence holds.")
+BATCH = flags.DEFINE_list("batch", ["1"], "Sequences.")
+RAGGED = flags.DEFINE_bool(
+    "ragged", False, "Spread a batch's lengths from half to one and a half --cells."
+)
+CAPACITY = flags.DEFINE_integer(
+    "capacity", None, "Cells of each sequence's cache. Default: what the run needs."
+)
+DEVICE_CELLS = flags.DEFINE_list(
+    "device_cells",
+    ["0"],
+    "Cells that stay on the device, a multiple of 128, or half. Not of the arm device.",
+)
+ARM = flags.DEFINE_list("arms", ["device", "ordered", "pipelined"], f"Of {ARMS}.")
+DEPTH = flags.DEFINE_list("depth", [str(RingConfig().depth)], "Of rings.")
+SLOT_MIB = flags.DEFINE_list(
+    "slot_mib", [f"{RingConfig().slot_bytes / MIB:g}"], "Of rings."
+)
+BUDGET_MIB = flags.DEFINE_list(
+    "budget_mib", [f"{RingConfig().budget / MIB:g}"], "Of rings."
+)
+DTYPE = flags.DEFINE_enum("dtype", "bfloat16", CACHE_DTYPES, "Of the cache's cells.")
+TOKENS = flags.DEFINE_integer(
+    "tokens", 16, "Tokens of a timed run, which waits at its end only.", lower_bound=1
+)
+WAITING = flags.DEFINE_integer(
+    "waiting", 4, "Tokens after it, each waited for.", lower_bound=0
+)
+REPEATS = flags.DEFINE_integer(
+    "repeats", 2, "A/B/B/A rounds: each arm runs twice in one.", lower_bound=1
+)
+JSON = flags.DEFINE_string("json", None, "Writes the rows to this file.")
+PLOT = flags.DEFINE_string("plot", None, "Draws ms a token over cells in this file.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to decode: which of ARMS, where cells lie, and the ring's settings."""
+
+    name: str
+    device_cells: str | None = None  # as --device_cells; None = all
+    ring: RingConfig | None = None  # of ordered and pipelined
+
+    @property
+    def label(self) -> str:
+        where = "" if self.device_cells in ("0", None) else f" {self.device_cells}"
+        if self.name != "pipelined":
+            return self.name + where
+        slots = f"{self.ring.budget / MIB:g} MiB of {self.ring.slot_bytes / MIB:g}"
+        return f"pipelined{where}, depth {self.ring.depth}, {slots}"
+
+    @property
+    def plain(self) -> bool:
+        return self.name == "xla"
+
+    def cells_on_device(self, case: "Case") -> int | None:
+        if self.device_cells != "half":
+            return None if self.device_cells is None else int(self.device_cells)
+        return round(case.cells / 2 / BLOCK) * BLOCK
+
+    def program(self, case: "Case") -> tuple[int | None, bool]:
+        """Names the compiled step, which arms that differ in their ring share."""
+        return self.cells_on_device(case), self.plain
+
+    def open_ring(self, placement: Placement) -> AbstractContextManager[Ring | None]:
+        return nullcontext() if self.ring is None else Ring.open(placement, self.ring)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What all arms decode: so many cells in so many sequences."""
+
+    cells: int
+    lengths: tuple[int, ...]
+    capacity: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.cells:,} cells x {len(self.lengths)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How long to measure; see the flags."""
+
+    tokens: int
+    waiting: int
+    repeats: int
+
+    @property
+    def cells(self) -> int:
+        """That a run adds to each sequence."""
+        return WARMUP + self.tokens + self.waiting
+
+
+class Run(NamedTuple):
+    """One arm, once."""
+
+    step_s: float
+    waiting_s: list[float]
+    tokens: np.ndarray  # [steps, B], those of the warm-up among them
+    delivered: RingStats | None  # in the timed steps
+    ring_bytes: int
+    ring_driver_bytes: int  # by which the driver's free bytes fell
+    used_bytes: int  # of device memory, as the driver says
+
+
+class Program(NamedTuple):
+    """A compiled step and the placement of its cells; rings are opened beside it."""
+
+    placement: Placement
+    step: StepFunction
+    first: jax.Array  # [B], fed first
+
+
+class TokensDiffer(Exception):
+    """An arm drew other tokens: its times mean nothing."""
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    try:
+        return run(
+            geometry=GEOMETRY.value,
+            model_path=MODEL.value,
+            arms=make_arms(
+                ARM.value,
+                DEVICE_CELLS.value,
+                make_rings(DEPTH.value, SLOT_MIB.value, BUDGET_MIB.value),
+            ),
+            cells=numbers("cells", CELLS.value),
+            batch=numbers("batch", BATCH.value),
+            ragged=RAGGED.value,
+            capacity=CAPACITY.value,
+            dtype=DTYPE.value,
+            effort=Effort(
+                tokens=TOKENS.value, waiting=WAITING.value, repeats=REPEATS.value
+            ),
+            json_path=JSON.value,
+            plot_path=PLOT.value,
+        )
+    except ValueError as error:
+        logging.debug("traceback", exc_info=True)
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def run(
+    *,
+    geometry: str,
+    model_path: str | None,
+    arms: list[Arm],
+    cells: list[int],
+    batch: list[int],
+    ragged: bool,
+    capacity: int | None,
+    dtype: str,
+    effort: Effort,
+    json_path: str | None,
+    plot_path: str | None,
+) -> int:
+    check_paths(json_path, plot_path)
+    # So that what the driver says is what is used, not the pool that XLA begins with.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    mesh = make_mesh()
+    device = mesh.devices.flat[0]
+    weights = "float32" if device.platform == "cpu" else "bfloat16"
+    checkpoint = None if model_path is None else open_checkpoint(model_path)
+    config = ModelConfig.of(geometry) if checkpoint is None else checkpoint.config
+    cases = [make_case(n, b, ragged, capacity, effort) for b in batch for n in cells]
+    for case in cases:
+        check_case(arms, case, config, mesh, dtype, weights)
+
+    link, read = link_rate(device, piece_bytes=PIECE_BYTES), read_rate(device)
+    found = {
+        "experiment": "bench_decode",
+        **provenance(device, PACKAGES, sys.argv),
+        "model": geometry if checkpoint is None else checkpoint.path.name,
+        "dtype": dtype,
+        "weights": weights,
+        "tokens": effort.tokens,
+        "runs": 2 * effort.repeats,
+        "link_bytes_s": link,
+        "read_bytes_s": read,
+        "rows": [],
+        "errors": [],
+    }
+    print(f"{found['model']} on {device.device_kind}, weights {weights}, cells {dtype}")
+    print(
+        f"link {link / GB:.1f} GB/s in pieces of 64 MiB, memory {read / GB:,.0f} GB/s"
+    )
+    if checkpoint is None:
+        model = random_model(config, dtype=weights, mesh=mesh)
+    else:
+        model, config = load(checkpoint, dtype=weights, mesh=mesh)
+    bench = Bench(model, config, mesh, dtype, effort, link)
+    with tqdm(total=sum(bench.turns(arms, c) for c in cases), leave=False) as bar:
+        for case in cases:
+            try:
+                found["rows"] += bench.measure(arms, case, bar)
+            except TokensDiffer as error:
+                found["errors"].append(f"{case.name}: {error}")
+                bar.write(f"error: {found['errors'][-1]}; its times are not shown")
+            else:
+                rows = found["rows"][-len(arms) :]
+                bar.write("\n".join(table(case, rows)))
+            if json_path is not None:  # after each case: the next may take long
+                Path(json_path).write_text(json.dumps(found, indent=1) + "\n")
+    if plot_path is not None and found["rows"]:
+        from figures import draw_decode
+
+        draw_decode([found], plot_path)
+    return 1 if found["errors"] else 0
+
+
+class Bench:
+    """A model, and what it takes to run arms over it."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        config: ModelConfig,
+        mesh: Mesh,
+        dtype: str,
+        effort: Effort,
+        link: float,
+    ):
+        self.model, self.config = model, config
+        self.leaves = split(model)[1]
+        self.plain = PlainTransformer(config, dtype=str(model.embedding.dtype))
+        self.mesh, self.dtype, self.effort, self.link = mesh, dtype, effort, link
+
+    def turns(self, arms: list[Arm], case: Case) -> int:
+        """Steps of the progress bar that a case takes."""
+        made = len({arm.cells_on_device(case) for arm in arms})
+        return made + len(arms) * 2 * self.effort.repeats
+
+    def measure(self, arms: list[Arm], case: Case, bar: tqdm) -> list[dict]:
+        """Runs all arms in A/B/B/A order; rows, once all have drawn the same tokens."""
+        programs, caches = {}, {}
+        for arm in arms:
+            place = self.place(arm, case)
+            if arm.program(case) not in programs:
+                programs[arm.program(case)] = self.program(place, arm)
+            if arm.cells_on_device(case) not in caches:
+                bar.set_description(f"{case.name}: filling cells of {arm.label}")
+                caches[arm.cells_on_device(case)] = random_cache(place, case.lengths)
+                bar.update()
+        runs = {arm: [] for arm in arms}
+        for turn in range(2 * self.effort.repeats):
+            for arm in arms if turn % 2 == 0 else arms[::-1]:
+                bar.set_description(f"{case.name}: {arm.label}")
+                key, program = arm.cells_on_device(case), programs[arm.program(case)]
+                done, caches[key] = self.run(program, arm, case, caches[key])
+                runs[arm].append(done)
+                bar.update()
+        agreed = self.check_tokens(runs, programs, caches, case)
+        return make_rows(runs, agreed, case, self.config, self.dtype, self.link)
+
+    def place(self, arm: Arm, case: Case) -> Placement:
+        return place_cells(arm, case, self.config, self.mesh, self.dtype)
+
+    def program(self, placement: Placement, arm: Arm) -> Program:
+        """Compiled by its first step."""
+        decoder = Decoder(self.plain if arm.plain else self.model, placement)
+        first = np.arange(7, 7 + placement.config.batch_size, dtype=np.int32)
+        return Program(
+            placement,
+            decode_step(decoder, self.leaves),
+            decoder.place(first % decoder.vocab_size),
+        )
+
+    def run(
+        self, program: Program, arm: Arm, case: Case, cache: Cache
+    ) -> tuple[Run, Cache]:
+        """Rewinds the cache, warms up, then times; a ring lives as long as that."""
+        device = self.mesh.devices.flat[0]
+        before = device_memory(device)
+        cache = rewind(program.placement, cache, case.lengths)
+        with arm.open_ring(program.placement) as ring:
+            warm = run_steps(program.step, program.first, cache, WARMUP)
+            start = ring.stats() if ring else None
+            timed = run_steps(
+                program.step, warm.drawn[-1], warm.cache, self.effort.tokens
+            )
+            end = ring.stats() if ring else None
+            drawn, cache, waiting_s = [*warm.drawn, *timed.drawn], timed.cache, []
+            for _ in range(self.effort.waiting):
+                one = run_steps(program.step, drawn[-1], cache, 1)
+                waiting_s.append(one.seconds)
+                drawn, cache = drawn + one.drawn, one.cache
+            after = device_memory(device)
+        done = Run(
+            step_s=timed.seconds / self.effort.tokens,
+            waiting_s=waiting_s,
+            tokens=np.stack([np.asarray(tokens) for tokens in drawn]),
+            delivered=since(start, end) if ring else None,
+            ring_bytes=end.ring_bytes if ring else 0,
+            ring_driver_bytes=before.free_bytes - after.free_bytes if ring else 0,
+            used_bytes=after.total_bytes - after.free_bytes,
+        )
+        return done, cache
+
+    def check_tokens(
+        self,
+        runs: dict[Arm, list[Run]],
+        programs: dict[tuple, Program],
+        caches: dict[int | None, Cache],
+        case: Case,
+    ) -> dict[Arm, float | None]:
+        """The share of tokens in which each arm agrees with the first of kvjax's arms.
+
+        kvjax's own must draw the same ones in every run. xla is fed them one by one, so
+        that a near tie which its rounding turns doesn't change what comes after.
+
+        Raises:
+          TokensDiffer: an arm doesn't draw them.
+        """
+        own = [(arm, run) for arm in runs if not arm.plain for run in runs[arm]]
+        agreed = {arm: 1.0 if own else None for arm in runs}
+        for arm, run in own:
+            if not np.array_equal(run.tokens, own[0][1].tokens):
+                step = np.argwhere((run.tokens != own[0][1].tokens).any(axis=1))[0, 0]
+                raise TokensDiffer(
+                    f"{arm.label} drew {run.tokens[step].tolist()} in step {step}, "
+                    f"{own[0][0].label} {own[0][1].tokens[step].tolist()}"
+                )
+        for arm in [arm for arm in runs if arm.plain and own]:
+            key, program = arm.cells_on_device(case), programs[arm.program(case)]
+            wanted = own[0][1].tokens
+            cache = rewind(program.placement, caches[key], case.lengths)
+            drawn, caches[key] = feed(program, cache, wanted)
+            agreed[arm] = float((drawn == wanted).mean())
+            if agreed[arm] < AGREE:
+                raise TokensDiffer(
+                    f"{arm.label} drew {agreed[arm]:.0%} of {own[0][0].label}'s tokens"
+                )
+        return agreed
+
+
+def feed(
+    program: Program, cache: Cache, tokens: np.ndarray
+) -> tuple[np.ndarray, Cache]:
+    """What a program draws after each of these tokens [steps, B], whatever it drew."""
+    drawn, fed = [], program.first
+    for row in tokens:
+        done = run_steps(program.step, fed, cache, 1)
+        drawn.append(np.asarray(done.drawn[0]))
+        fed, cache = jax.device_put(row, program.first.sharding), done.cache
+    return np.stack(drawn), cache
+
+
+def since(start: RingStats, end: RingStats) -> RingStats:
+    return RingStats(*(b - a for a, b in zip(start, end, strict=True)))
+
+
+def make_rows(
+    runs: dict[Arm, list[Run]],
+    agreed: dict[Arm, float | None],
+    case: Case,
+    config: ModelConfig,
+    dtype: str,
+    link: float,
+) -> list[dict]:
+    """A row for each arm: what was measured, the bound, and the verdict."""
+    ms = {arm: MS * statistics.median(r.step_s for r in runs[arm]) for arm in runs}
+    device_ms = next((ms[arm] for arm in runs if arm.name == "device"), None)
+    ordered_ms = {a.device_cells: ms[a] for a in runs if a.name == "ordered"}
+    rows = []
+    for arm in runs:
+        live = live_bytes(arm, runs[arm][0], case, config, dtype)
+        floor_ms = MS * live / link
+        bound_ms = None if arm.name == "device" else max(floor_ms, device_ms or 0.0)
+        row = {
+            "arm": arm.name,
+            "label": arm.label,
+            "cells": case.cells,
+            "batch": len(case.lengths),
+            "shortest": min(case.lengths),
+            "longest": max(case.lengths),
+            "capacity": case.capacity,
+            "device_cells": arm.cells_on_device(case),
+            "ms": ms[arm],
+            "spread": spread([r.step_s for r in runs[arm]]),
+            "runs_ms": [MS * r.step_s for r in runs[arm]],
+            "blocking_ms": blocking_ms(runs[arm]),
+            "live_bytes": live,
+            "floor_ms": floor_ms,
+            "bound_ms": bound_ms,
+            "share": None if bound_ms is None else bound_ms / ms[arm],
+            "device_ms": device_ms,
+            "gain": ratio(ordered_ms.get(arm.device_cells), ms[arm]),
+            "agreed": agreed[arm],
+            **ring_facts(arm, runs[arm]),
+        }
+        row["verdict"] = verdict(row, link)
+        rows.append(row)
+    return rows
+
+
+def live_bytes(
+    arm: Arm, run: Run, case: Case, config: ModelConfig, dtype: str
+) -> float:
+    """Bytes of tail that a timed step must bring: the ring's count, or the cells'."""
+    steps = len(run.tokens) - WARMUP - len(run.waiting_s)
+    if run.delivered is not None:
+        return (run.delivered.early_bytes + run.delivered.ordered_bytes) / steps
+    if arm.device_cells is None:
+        return 0.0
+    placed = cache_config(arm, case, config, dtype)
+    grown = WARMUP + (steps - 1) / 2
+    return cell_bytes(placed) * sum(length + grown for length in case.lengths)
+
+
+def blocking_ms(runs: list[Run]) -> float | None:
+    waited = [seconds for run in runs for seconds in run.waiting_s]
+    return MS * statistics.median(waited) if waited else None
+
+
+def ring_facts(arm: Arm, runs: list[Run]) -> dict:
+    """Settings and counts of a ring; what the driver says is that of the last run."""
+    facts = {
+        "ring_bytes": runs[-1].ring_bytes,
+        "ring_driver_bytes": runs[-1].ring_driver_bytes,
+        "device_memory": runs[-1].used_bytes,
+    }
+    if arm.ring is None:
+        return facts
+    counts = runs[-1].delivered
+    return facts | {
+        "depth": arm.ring.depth,
+        "slot_bytes": arm.ring.slot_bytes,
+        "budget_bytes": arm.ring.budget,
+        "early_share": ratio(
+            counts.early_bytes, counts.early_bytes + counts.ordered_bytes
+        ),
+        "gap_bytes": counts.gap_bytes / (len(runs[-1].tokens) - WARMUP),
+        "counts": counts._asdict(),
+    }
+
+
+def ratio(a: float | None, b: float) -> float | None:
+    return None if a is None or not b else a / b
+
+
+def spread(values: Sequence[float]) -> float:
+    """From the least to the most, as a share of the median."""
+    return (max(values) - min(values)) / statistics.median(values)
+
+
+def verdict(row: dict, link: float) -> str:
+    """What bounds this arm, in words, and what would help."""
+    ms, floor_ms, device_ms = row["ms"], row["floor_ms"], row["device_ms"]
+    if row["arm"] == "device":
+        return f"computing takes {ms:.2f} ms a token"
+    if device_ms is not None and floor_ms < device_ms:
+        return (
+            f"compute-bound: copies of {floor_ms:.2f} ms could hide behind "
+            f"{device_ms:.2f} ms of computing; a token takes {ms:.2f} ms"
+        )
+    rate = row["live_bytes"] / ms * MS
+    words = f"copy-bound: {rate / GB:.1f} of {link / GB:.1f} GB/s"
+    if device_ms is None:
+        return words + "; without the arm device the bound is the copy alone"
+    tail = row["longest"] - row["device_cells"]
+    more = min(max(round(tail / 4 / BLOCK), 1) * BLOCK, tail)
+    saved = min(ms * more / tail, ms - device_ms)
+    return (
+        f"{words}; keeping {more:,} more cells on the device would save "
+        f"{saved:.2g} ms a token"
+    )
+
+
+COLUMNS = {  # heading: (key, format)
+    "ms": ("ms", "{:.3f}"),
+    "spread": ("spread", "{:.1%}"),
+    "waiting": ("blocking_ms", "{:.3f}"),
+    "tail GB": ("gb", "{:.3f}"),
+    "floor": ("floor_ms", "{:.3f}"),
+    "bound": ("bound_ms", "{:.3f}"),
+    "share": ("share", "{:.3f}"),
+    "gain": ("gain", "{:.2f}x"),
+    "GB/s": ("rate", "{:.1f}"),
+    "ring MiB": ("ring_mib", "{:.0f}"),
+    "driver GiB": ("memory_gib", "{:.2f}"),
+    "tokens": ("agreed", "{:.0%}"),
+}
+
+
+def table(case: Case, rows: list[dict]) -> Iterator[str]:
+    """Lines for a person: ms a token of each arm, and the verdicts."""
+    width = max(len(row["label"]) for row in rows)
+    yield f"\n{case.name}, capacity {case.capacity:,}; ms a token"
+    yield " " * width + "".join(f"{heading:>11}" for heading in COLUMNS)
+    for row in rows:
+        shown = row | {
+            "gb": row["live_bytes"] / GB,
+            "rate": row["live_bytes"] / row["ms"] * MS / GB,
+            "ring_mib": row["ring_bytes"] / MIB,
+            "memory_gib": row["device_memory"] / (1 << 30),
+        }
+        values = [(shown[key], form) for key, form in COLUMNS.values()]
+        cells = ["" if value is None else form.format(value) for value, form in values]
+        yield f"{row['label']:{width}}" + "".join(f"{cell:>11}" for cell in cells)
+    for row in rows:
+        yield f"{row['label']}: {row['verdict']}"
+
+
+def make_rings(
+    depths: Sequence[str], slots_mib: Sequence[str], budgets_mib: Sequence[str]
+) -> list[RingConfig]:
+    """A ring for each combination of the flags' values."""
+    return [
+        RingConfig(depth=d, slot_bytes=round(s * MIB), budget_bytes=round(b * MIB))
+        for d, s, b in itertools.product(
+            numbers("depth", depths),
+            numbers("slot_mib", slots_mib, float),
+            numbers("budget_mib", budgets_mib, float),
+        )
+    ]
+
+
+def make_arms(
+    names: Sequence[str], device_cells: Sequence[str], rings: list[RingConfig]
+) -> list[Arm]:
+    """The arms in the order of ARMS; some once for each placement or ring."""
+    unknown = [name for name in names if name not in ARMS]
+    if unknown or not names:
+        raise ValueError(f"--arms must be of {', '.join(ARMS)}, got {unknown}")
+    for cells in device_cells:
+        if cells != "half" and not cells.isdecimal():
+            raise ValueError(f"--device_cells must be numbers or half, got {cells!r}")
+    arms = [Arm(name="device")] if "device" in names else []
+    for cells in device_cells:
+        if "ordered" in names:
+            arms.append(
+                Arm(name="ordered", device_cells=cells, ring=replace(rings[0], depth=0))
+            )
+        if "pipelined" in names:
+            arms += [Arm(name="pipelined", device_cells=cells, ring=r) for r in rings]
+    if "xla" in names:
+        arms.append(Arm(name="xla", device_cells="0"))
+    return arms
+
+
+def make_case(
+    cells: int, batch: int, ragged: bool, capacity: int | None, effort: Effort
+) -> Case:
+    lengths = [cells] * batch
+    if ragged:  # evenly from half to one and a half, in no order
+        spaced = np.linspace(0.5 * cells, 1.5 * cells, batch).round().astype(int)
+        lengths = np.random.default_rng(0).permutation(spaced).tolist()
+    needed = max(lengths) + effort.cells
+    if capacity is not None and capacity < needed:
+        raise ValueError(
+            f"--capacity must be at least {needed} ({max(lengths)} cells and "
+            f"{effort.cells} tokens), got {capacity}"
+        )
+    return Case(cells=cells, lengths=tuple(lengths), capacity=capacity or needed)
+
+
+def cache_config(arm: Arm, case: Case, config: ModelConfig, dtype: str) -> CacheConfig:
+    return CacheConfig(
+        num_layers=config.num_layers,
+        batch_size=len(case.lengths),
+        capacity=case.capacity,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        device_cells=arm.cells_on_device(case),
+    )
+
+
+def place_cells(
+    arm: Arm, case: Case, config: ModelConfig, mesh: Mesh, dtype: str
+) -> Placement:
+    cache = cache_config(arm, case, config, dtype)
+    return Placement(config=cache, num_heads=config.num_heads, mesh=mesh)
+
+
+def check_case(
+    arms: list[Arm],
+    case: Case,
+    config: ModelConfig,
+    mesh: Mesh,
+    dtype: str,
+    weights: str,
+) -> None:
+    """Refuses what cannot run before anything is loaded.
+
+    Raises:
+      ValueError: an arm has no tail or no ring, or memory is short.
+    """
+    needs = {}
+    for arm in arms:
+        placement = place_cells(arm, case, config, mesh, dtype)
+        needs[arm.cells_on_device(case)] = footprint(placement)
+        if arm.ring is None:
+            continue
+        plan = plan_ring(placement, replace(arm.ring, depth=arm.ring.depth or 1))
+        if isinstance(plan, Decline):
+            raise ValueError(f"{arm.label} cannot run at {case.name}: {plan.reason}")
+        check_host(placement)
+    on_device = sum(need.device_bytes for need in needs.values())
+    on_device += config.num_parameters * jnp.dtype(weights).itemsize
+    on_host = sum(need.host_bytes for need in needs.values())
+    for what, need, free in (
+        ("device", on_device, free_device_bytes(mesh.devices.flat[0])),
+        ("host", on_host, available_host_bytes()),
+    ):
+        if need > free:
+            raise ValueError(
+                f"{case.name} needs {need / GB:.1f} GB of {what} memory for weights "
+                f"and the cells of all arms, {free / GB:.1f} GB are free: lower --cells or "
+                "--batch, or leave arms out"
+            )
+
+
+def free_device_bytes(device: jax.Device) -> int:
+    """What XLA may still allocate."""
+    stats = device.memory_stats()
+    if stats is None:
+        return device_memory(device).free_bytes
+    return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def check_paths(json_path: str | None, plot_path: str | None) -> None:
+    """Refuses a path that couldn't be written once all the work is done."""
+    for flag, path in (("json", json_path), ("plot", plot_path)):
+        if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):
+            raise ValueError(
+                f"--{flag} must be a file in a folder that exists, got {path!r}"
+            )
+    if plot_path is not None and find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: install it with the extra plot")
+
+
+def numbers(flag: str, values: Sequence[str], kind: type = int) -> list:
+    """The numbers of a list flag."""
+    try:
+        found = [kind(value) for value in values]
+    except ValueError as error:
+        raise ValueError(f"--{flag} must be numbers, got {list(values)}") from error
+    if not found or min(found) < 0:
+        raise ValueError(f"--{flag} must be numbers from 0 on, got {list(values)}")
+    return found
+
+
+if __name__ == "__main__":
+    app.run(main)

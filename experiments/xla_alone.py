@@ -1,0 +1,100 @@
+"""The arm without kvjax: what a JAX user would write today over the same cache.
+
+Each layer's host array is put on the device inside the jit, the new row goes into both
+copies, attention is two einsums. XLA moves every cell of the capacity, live or not.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.formats import decode, encode
+from kvjax.cache.state import Cache, LayerCells
+from kvjax.delivery.placement import Placement
+from kvjax.model.transformer import (
+    Transformer,
+    look_up,
+    product,
+    rms_norm,
+    rotations,
+)
+
+
+class PlainStep:
+    """One token of each sequence, with the calls of kvjax's Step that a layer makes."""
+
+    def __init__(self, placement: Placement, cache: Cache):
+        self.placement = placement
+        self.positions = cache.lengths[:, None]
+        self._cache = cache
+        self._layers = list(cache.layers)
+
+    def attend(
+        self,
+        index: int,
+        q: Float[Array, "B 1 N H"],
+        k: Float[Array, "B 1 K H"],
+        v: Float[Array, "B 1 K H"],
+        *,
+        scale: float,
+    ) -> Float[Array, "B 1 N H"]:
+        rows, lengths = encode(self.placement.config, k, v), self._cache.lengths
+        tail = self._layers[index].tail
+        rows_on_host = jax.device_put(rows, jax.memory.Space.Host)
+        self._layers[index] = LayerCells(None, write(tail, rows_on_host, lengths))
+        cells = write(jax.device_put(tail, jax.memory.Space.Device), rows, lengths)
+        return attend(q, *decode(self.placement.config, cells), lengths, scale)
+
+    def end(self) -> Cache:
+        return Cache(tuple(self._layers), self._cache.lengths + 1, self._cache.stamp)
+
+
+class PlainTransformer(Transformer):
+    """The same model, each step a PlainStep; takes one new token of each sequence."""
+
+    def __call__(self, tokens, cache, placement, num_new=None, *, logits="last"):
+        step = PlainStep(placement, cache)
+        x = look_up(self.embedding, tokens, placement)
+        rotation = rotations(self.config, step.positions)
+        for index, layer in enumerate(self.layers):
+            x = layer(index, x, rotation, step)
+        x = rms_norm(x[:, 0], self.norm, self.config.norm_eps)
+        head = self.embedding if self.head is None else self.head
+        return product("BD,VD->BV", x, head), step.end()
+
+
+def write(
+    cells: Float[Array, "B S K R"],
+    rows: Float[Array, "B 1 K R"],
+    lengths: Int[Array, " B"],
+) -> Float[Array, "B S K R"]:
+    """Writes each sequence's row behind its last cell; the host can't scatter."""
+    for sequence in range(cells.shape[0]):
+        row = rows[sequence : sequence + 1]
+        start = (sequence, lengths[sequence], 0, 0)
+        cells = jax.lax.dynamic_update_slice(cells, row, start)
+    return cells
+
+
+def attend(
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    lengths: Int[Array, " B"],
+    scale: float,
+) -> Float[Array, "B 1 N H"]:
+    """Attention over cells 0 to lengths; sums are float32, weights are as cells."""
+    num_seqs, _, num_heads, head_dim = q.shape
+    num_cells, num_kv_heads = k.shape[1:3]
+    grouped = q.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    scores = jnp.einsum(
+        "BKGH,BSKH->BKGS",
+        grouped.astype(k.dtype),
+        k,
+        preferred_element_type=jnp.float32,
+    )
+    seen = jnp.arange(num_cells) <= lengths[:, None]
+    scores = jnp.where(seen[:, None, None], scores * scale, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("BKGS,BSKH->BKGH", weights, v, preferred_element_type=jnp.float32)
+    return out.reshape(num_seqs, 1, num_heads, head_dim).astype(q.dtype)
