@@ -21,6 +21,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -47,8 +48,7 @@ from kvjax.generate import Decoder
 from kvjax.measurement import (
     PIECE_BYTES,
     WARMUP,
-    StepFunction,
-    decode_step,
+    DecodeStep,
     device_memory,
     link_rate,
     provenance,
@@ -109,6 +109,7 @@ WAITING = flags.DEFINE_integer(
 REPEATS = flags.DEFINE_integer(
     "repeats", 2, "A/B/B/A rounds: each arm runs twice in one.", lower_bound=1
 )
+COMMIT = flags.DEFINE_string("commit", None, "Of this code, where git can't tell.")
 JSON = flags.DEFINE_string("json", None, "Writes the rows to this file.")
 PLOT = flags.DEFINE_string("plot", None, "Draws ms a token over cells in this file.")
 
@@ -123,11 +124,12 @@ class Arm:
 
     @property
     def label(self) -> str:
-        where = "" if self.device_cells in ("0", None) else f" {self.device_cells}"
+        where = "" if self.device_cells in ("0", None) else f" +{self.device_cells}"
         if self.name != "pipelined":
             return self.name + where
-        slots = f"{self.ring.budget / MIB:g} MiB of {self.ring.slot_bytes / MIB:g}"
-        return f"pipelined{where}, depth {self.ring.depth}, {slots}"
+        slots = self.ring.budget // self.ring.slot_bytes
+        size = f"{slots} x {self.ring.slot_bytes / MIB:g} MiB"
+        return f"pipelined{where}, {size}, depth {self.ring.depth}"
 
     @property
     def plain(self) -> bool:
@@ -137,10 +139,6 @@ class Arm:
         if self.device_cells != "half":
             return None if self.device_cells is None else int(self.device_cells)
         return round(case.cells / 2 / BLOCK) * BLOCK
-
-    def program(self, case: "Case") -> tuple[int | None, bool]:
-        """Names the compiled step, which arms that differ in their ring share."""
-        return self.cells_on_device(case), self.plain
 
     def open_ring(self, placement: Placement) -> AbstractContextManager[Ring | None]:
         return nullcontext() if self.ring is None else Ring.open(placement, self.ring)
@@ -184,13 +182,20 @@ class Run(NamedTuple):
     ring_driver_bytes: int  # by which the driver's free bytes fell
     used_bytes: int  # of device memory, as the driver says
 
+    @property
+    def steps(self) -> int:
+        """That were timed."""
+        return len(self.tokens) - WARMUP - len(self.waiting_s)
+
 
 class Program(NamedTuple):
     """A compiled step and the placement of its cells; rings are opened beside it."""
 
     placement: Placement
-    step: StepFunction
+    step: DecodeStep
     first: jax.Array  # [B], fed first
+    temp_bytes: int  # of device memory that XLA takes for a step
+    compile_s: float
 
 
 class TokensDiffer(Exception):
@@ -217,6 +222,7 @@ def main(argv: Sequence[str]) -> int:
             effort=Effort(
                 tokens=TOKENS.value, waiting=WAITING.value, repeats=REPEATS.value
             ),
+            commit=COMMIT.value,
             json_path=JSON.value,
             plot_path=PLOT.value,
         )
@@ -237,6 +243,7 @@ def run(
     capacity: int | None,
     dtype: str,
     effort: Effort,
+    commit: str | None,
     json_path: str | None,
     plot_path: str | None,
 ) -> int:
@@ -255,7 +262,7 @@ def run(
     link, read = link_rate(device, piece_bytes=PIECE_BYTES), read_rate(device)
     found = {
         "experiment": "bench_decode",
-        **provenance(device, PACKAGES, sys.argv),
+        **provenance(device, PACKAGES, sys.argv, commit),
         "model": geometry if checkpoint is None else checkpoint.path.name,
         "dtype": dtype,
         "weights": weights,
@@ -310,54 +317,70 @@ class Bench:
         self.leaves = split(model)[1]
         self.plain = PlainTransformer(config, dtype=str(model.embedding.dtype))
         self.mesh, self.dtype, self.effort, self.link = mesh, dtype, effort, link
+        self.caches: dict[Placement, Cache] = {}
+        self.programs: dict[tuple[Placement, bool], Program] = {}
 
     def turns(self, arms: list[Arm], case: Case) -> int:
         """Steps of the progress bar that a case takes."""
-        made = len({arm.cells_on_device(case) for arm in arms})
-        return made + len(arms) * 2 * self.effort.repeats
+        programs = {(self.place(arm, case), arm.plain) for arm in arms}
+        return len(programs) + len(arms) * 2 * self.effort.repeats
 
     def measure(self, arms: list[Arm], case: Case, bar: tqdm) -> list[dict]:
         """Runs all arms in A/B/B/A order; rows, once all have drawn the same tokens."""
-        programs, caches = {}, {}
-        for arm in arms:
-            place = self.place(arm, case)
-            if arm.program(case) not in programs:
-                programs[arm.program(case)] = self.program(place, arm)
-            if arm.cells_on_device(case) not in caches:
-                bar.set_description(f"{case.name}: filling cells of {arm.label}")
-                caches[arm.cells_on_device(case)] = random_cache(place, case.lengths)
-                bar.update()
+        programs = self.prepare(arms, case, bar)
         runs = {arm: [] for arm in arms}
         for turn in range(2 * self.effort.repeats):
             for arm in arms if turn % 2 == 0 else arms[::-1]:
                 bar.set_description(f"{case.name}: {arm.label}")
-                key, program = arm.cells_on_device(case), programs[arm.program(case)]
-                done, caches[key] = self.run(program, arm, case, caches[key])
-                runs[arm].append(done)
+                runs[arm].append(self.run(programs[arm], arm, case))
                 bar.update()
-        agreed = self.check_tokens(runs, programs, caches, case)
-        return make_rows(runs, agreed, case, self.config, self.dtype, self.link)
+        agreed = self.check_tokens(runs, programs, case)
+        rows = make_rows(runs, agreed, case, self.config, self.dtype, self.link)
+        for row, arm in zip(rows, arms, strict=True):
+            row["temp_bytes"] = programs[arm].temp_bytes
+            row["compile_s"] = programs[arm].compile_s
+        return rows
+
+    def prepare(self, arms: list[Arm], case: Case, bar: tqdm) -> dict[Arm, Program]:
+        """Fills cells and compiles; keeps what the case before had of the same kind."""
+        keys = {arm: (self.place(arm, case), arm.plain) for arm in arms}
+        places = {place for place, _ in keys.values()}
+        self.caches = {p: cache for p, cache in self.caches.items() if p in places}
+        kept = {key: made for key, made in self.programs.items() if key[0] in places}
+        self.programs = kept
+        for arm, (place, plain) in keys.items():
+            if place not in self.caches:
+                bar.set_description(f"{case.name}: filling {arm.label}")
+                self.caches[place] = random_cache(place, case.lengths)
+            if (place, plain) not in self.programs:
+                bar.set_description(f"{case.name}: compiling {arm.label}")
+                self.programs[place, plain] = self.program(place, plain)
+                bar.update()
+        return {arm: self.programs[key] for arm, key in keys.items()}
 
     def place(self, arm: Arm, case: Case) -> Placement:
         return place_cells(arm, case, self.config, self.mesh, self.dtype)
 
-    def program(self, placement: Placement, arm: Arm) -> Program:
-        """Compiled by its first step."""
-        decoder = Decoder(self.plain if arm.plain else self.model, placement)
+    def program(self, placement: Placement, plain: bool) -> Program:
+        start = time.perf_counter()
+        decoder = Decoder(self.plain if plain else self.model, placement)
         first = np.arange(7, 7 + placement.config.batch_size, dtype=np.int32)
+        first = decoder.place(first % decoder.vocab_size)
+        step = DecodeStep(decoder, self.leaves)
+        memory = step.compile(first, self.caches[placement]).memory_analysis()
         return Program(
-            placement,
-            decode_step(decoder, self.leaves),
-            decoder.place(first % decoder.vocab_size),
+            placement=placement,
+            step=step,
+            first=first,
+            temp_bytes=memory.temp_size_in_bytes,
+            compile_s=time.perf_counter() - start,
         )
 
-    def run(
-        self, program: Program, arm: Arm, case: Case, cache: Cache
-    ) -> tuple[Run, Cache]:
+    def run(self, program: Program, arm: Arm, case: Case) -> Run:
         """Rewinds the cache, warms up, then times; a ring lives as long as that."""
         device = self.mesh.devices.flat[0]
         before = device_memory(device)
-        cache = rewind(program.placement, cache, case.lengths)
+        cache = self.rewound(program, case)
         with arm.open_ring(program.placement) as ring:
             warm = run_steps(program.step, program.first, cache, WARMUP)
             start = ring.stats() if ring else None
@@ -371,7 +394,8 @@ class Bench:
                 waiting_s.append(one.seconds)
                 drawn, cache = drawn + one.drawn, one.cache
             after = device_memory(device)
-        done = Run(
+        self.caches[program.placement] = cache
+        return Run(
             step_s=timed.seconds / self.effort.tokens,
             waiting_s=waiting_s,
             tokens=np.stack([np.asarray(tokens) for tokens in drawn]),
@@ -380,14 +404,24 @@ class Bench:
             ring_driver_bytes=before.free_bytes - after.free_bytes if ring else 0,
             used_bytes=after.total_bytes - after.free_bytes,
         )
-        return done, cache
+
+    def rewound(self, program: Program, case: Case) -> Cache:
+        place = program.placement
+        return rewind(place, self.caches[place], case.lengths)
+
+    def feed(self, program: Program, case: Case, tokens: np.ndarray) -> np.ndarray:
+        """What a program draws after each of these tokens [steps, B], its own unused."""
+        cache = self.rewound(program, case)
+        drawn, fed = [], program.first
+        for row in tokens:
+            done = run_steps(program.step, fed, cache, 1)
+            drawn.append(np.asarray(done.drawn[0]))
+            fed, cache = jax.device_put(row, program.first.sharding), done.cache
+        self.caches[program.placement] = cache
+        return np.stack(drawn)
 
     def check_tokens(
-        self,
-        runs: dict[Arm, list[Run]],
-        programs: dict[tuple, Program],
-        caches: dict[int | None, Cache],
-        case: Case,
+        self, runs: dict[Arm, list[Run]], programs: dict[Arm, Program], case: Case
     ) -> dict[Arm, float | None]:
         """The share of tokens in which each arm agrees with the first of kvjax's arms.
 
@@ -407,28 +441,14 @@ class Bench:
                     f"{own[0][0].label} {own[0][1].tokens[step].tolist()}"
                 )
         for arm in [arm for arm in runs if arm.plain and own]:
-            key, program = arm.cells_on_device(case), programs[arm.program(case)]
             wanted = own[0][1].tokens
-            cache = rewind(program.placement, caches[key], case.lengths)
-            drawn, caches[key] = feed(program, cache, wanted)
+            drawn = self.feed(programs[arm], case, wanted)
             agreed[arm] = float((drawn == wanted).mean())
             if agreed[arm] < AGREE:
                 raise TokensDiffer(
                     f"{arm.label} drew {agreed[arm]:.0%} of {own[0][0].label}'s tokens"
                 )
         return agreed
-
-
-def feed(
-    program: Program, cache: Cache, tokens: np.ndarray
-) -> tuple[np.ndarray, Cache]:
-    """What a program draws after each of these tokens [steps, B], whatever it drew."""
-    drawn, fed = [], program.first
-    for row in tokens:
-        done = run_steps(program.step, fed, cache, 1)
-        drawn.append(np.asarray(done.drawn[0]))
-        fed, cache = jax.device_put(row, program.first.sharding), done.cache
-    return np.stack(drawn), cache
 
 
 def since(start: RingStats, end: RingStats) -> RingStats:
@@ -483,13 +503,12 @@ def live_bytes(
     arm: Arm, run: Run, case: Case, config: ModelConfig, dtype: str
 ) -> float:
     """Bytes of tail that a timed step must bring: the ring's count, or the cells'."""
-    steps = len(run.tokens) - WARMUP - len(run.waiting_s)
     if run.delivered is not None:
-        return (run.delivered.early_bytes + run.delivered.ordered_bytes) / steps
+        return (run.delivered.early_bytes + run.delivered.ordered_bytes) / run.steps
     if arm.device_cells is None:
         return 0.0
     placed = cache_config(arm, case, config, dtype)
-    grown = WARMUP + (steps - 1) / 2
+    grown = WARMUP + (run.steps - 1) / 2
     return cell_bytes(placed) * sum(length + grown for length in case.lengths)
 
 
@@ -515,8 +534,8 @@ def ring_facts(arm: Arm, runs: list[Run]) -> dict:
         "early_share": ratio(
             counts.early_bytes, counts.early_bytes + counts.ordered_bytes
         ),
-        "gap_bytes": counts.gap_bytes / (len(runs[-1].tokens) - WARMUP),
-        "counts": counts._asdict(),
+        "gap_bytes": counts.gap_bytes / runs[-1].steps,
+        "counts": {name: n for name, n in counts._asdict().items() if n},
     }
 
 
@@ -548,7 +567,7 @@ def verdict(row: dict, link: float) -> str:
     saved = min(ms * more / tail, ms - device_ms)
     return (
         f"{words}; keeping {more:,} more cells on the device would save "
-        f"{saved:.2g} ms a token"
+        f"{saved:.1f} ms a token"
     )
 
 
@@ -562,8 +581,9 @@ COLUMNS = {  # heading: (key, format)
     "share": ("share", "{:.3f}"),
     "gain": ("gain", "{:.2f}x"),
     "GB/s": ("rate", "{:.1f}"),
-    "ring MiB": ("ring_mib", "{:.0f}"),
-    "driver GiB": ("memory_gib", "{:.2f}"),
+    "ring MiB": ("ring_mib", "{:.1f}"),
+    "temp MiB": ("temp_mib", "{:.0f}"),
+    "used GiB": ("memory_gib", "{:.2f}"),
     "tokens": ("agreed", "{:.0%}"),
 }
 
@@ -572,17 +592,18 @@ def table(case: Case, rows: list[dict]) -> Iterator[str]:
     """Lines for a person: ms a token of each arm, and the verdicts."""
     width = max(len(row["label"]) for row in rows)
     yield f"\n{case.name}, capacity {case.capacity:,}; ms a token"
-    yield " " * width + "".join(f"{heading:>11}" for heading in COLUMNS)
+    yield " " * width + "".join(f"{heading:>10}" for heading in COLUMNS)
     for row in rows:
         shown = row | {
             "gb": row["live_bytes"] / GB,
             "rate": row["live_bytes"] / row["ms"] * MS / GB,
             "ring_mib": row["ring_bytes"] / MIB,
+            "temp_mib": row["temp_bytes"] / MIB,
             "memory_gib": row["device_memory"] / (1 << 30),
         }
         values = [(shown[key], form) for key, form in COLUMNS.values()]
         cells = ["" if value is None else form.format(value) for value, form in values]
-        yield f"{row['label']:{width}}" + "".join(f"{cell:>11}" for cell in cells)
+        yield f"{row['label']:{width}}" + "".join(f"{cell:>10}" for cell in cells)
     for row in rows:
         yield f"{row['label']}: {row['verdict']}"
 
@@ -692,8 +713,8 @@ def check_case(
         if need > free:
             raise ValueError(
                 f"{case.name} needs {need / GB:.1f} GB of {what} memory for weights "
-                f"and the cells of all arms, {free / GB:.1f} GB are free: lower --cells or "
-                "--batch, or leave arms out"
+                f"and the cells of all arms, {free / GB:.1f} GB are free: lower "
+                "--cells or --batch, or leave arms out"
             )
 
 

@@ -1,6 +1,7 @@
 """Drawings of results, made from the JSON that the experiments write."""
 
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 
 from matplotlib import ticker
 from matplotlib.figure import Figure
@@ -12,7 +13,7 @@ COLORS = {
     "xla": "tab:red",
 }
 SPARE = ("tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
-Line = tuple[str, list[float], list[float]]
+Line = tuple[str, str, list[int], list[float]]
 
 
 def draw_decode(found: Sequence[dict], path: str, peers: Sequence[dict] = ()) -> None:
@@ -30,11 +31,10 @@ def draw_decode(found: Sequence[dict], path: str, peers: Sequence[dict] = ()) ->
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     spare = iter(SPARE * 4)
-    drawn = set()
-    for label, cells, ms in [*lines(rows, "label"), *lines(theirs, "arm")]:
-        name = label.split(",")[0]
-        color = COLORS[name] if name in COLORS and name not in drawn else next(spare)
-        drawn.add(name)
+    first = {}  # label of the first line of each arm
+    for label, arm, cells, ms in [*lines(rows, "label"), *lines(theirs, "arm")]:
+        own = first.setdefault(arm, label) == label and arm in COLORS
+        color = COLORS[arm] if own else next(spare)
         axes.plot(cells, ms, marker="o", color=color, label=label)
     bounds = {r["cells"]: r["bound_ms"] for r in rows if r["arm"] == "pipelined"}
     if bounds:
@@ -49,6 +49,7 @@ def draw_decode(found: Sequence[dict], path: str, peers: Sequence[dict] = ()) ->
     )
     axes.set_xticks(sorted({row["cells"] for row in rows}))
     axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
     axes.minorticks_off()
     axes.grid(alpha=0.3)
@@ -57,11 +58,9 @@ def draw_decode(found: Sequence[dict], path: str, peers: Sequence[dict] = ()) ->
 
 
 def lines(rows: Sequence[dict], key: str) -> Iterator[Line]:
-    """(label, cells, ms) of each line; rows of one label and cells are averaged."""
+    """(label, arm, cells, ms) of each line; of equal rows the mean."""
     for label in dict.fromkeys(row[key] for row in rows):
-        times: dict[int, list[float]] = {}
-        for row in rows:
-            if row[key] == label:
-                times.setdefault(row["cells"], []).append(row["ms"])
-        cells = sorted(times)
-        yield label, cells, [sum(times[c]) / len(times[c]) for c in cells]
+        mine = [row for row in rows if row[key] == label]
+        cells = sorted({row["cells"] for row in mine})
+        ms = [fmean(r["ms"] for r in mine if r["cells"] == c) for c in cells]
+        yield label, mine[0]["arm"], cells, ms

@@ -40,9 +40,11 @@ class PlainStep:
     ) -> Float[Array, "B 1 N H"]:
         rows, lengths = encode(self.placement.config, k, v), self._cache.lengths
         tail = self._layers[index].tail
-        rows_on_host = jax.device_put(rows, jax.memory.Space.Host)
-        self._layers[index] = LayerCells(None, write(tail, rows_on_host, lengths))
-        cells = write(jax.device_put(tail, jax.memory.Space.Device), rows, lengths)
+        cells = jax.device_put(tail, jax.memory.Space.Device)
+        # The host is written after that copy, else XLA copies the tail to be safe.
+        rows, cells = jax.lax.optimization_barrier((rows, cells))
+        self._layers[index] = LayerCells(None, write(tail, rows, lengths))
+        cells = write(cells, rows, lengths)
         return attend(q, *decode(self.placement.config, cells), lengths, scale)
 
     def end(self) -> Cache:
@@ -69,8 +71,9 @@ def write(
     lengths: Int[Array, " B"],
 ) -> Float[Array, "B S K R"]:
     """Writes each sequence's row behind its last cell; the host can't scatter."""
+    space = jax.typeof(cells).memory_space
     for sequence in range(cells.shape[0]):
-        row = rows[sequence : sequence + 1]
+        row = jax.device_put(rows[sequence : sequence + 1], space)
         start = (sequence, lengths[sequence], 0, 0)
         cells = jax.lax.dynamic_update_slice(cells, row, start)
     return cells

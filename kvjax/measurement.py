@@ -7,6 +7,7 @@ kvjax.advise(config, lengths, costs, budget_bytes=8 << 30)
 import ctypes
 import functools
 import platform
+import shlex
 import statistics
 import subprocess
 import time
@@ -178,25 +179,34 @@ def rewind(placement: Placement, cache: Cache, lengths: Sequence[int]) -> Cache:
     return cache._replace(lengths=_lengths(placement, lengths), stamp=stamp)
 
 
-def decode_step(decoder: Decoder, leaves: list[Leaf] | None = None) -> StepFunction:
-    """The greedy step of a decoder as `run_steps` takes it; no sequence stops.
+class DecodeStep:
+    """The greedy step of a decoder, as `run_steps` takes it; no sequence stops.
 
     Args:
       decoder: Over the placement of the cache.
       leaves: Arrays to run it with, if the decoder's own are abstract.
     """
-    leaves = decoder.leaves if leaves is None else leaves
-    num_seqs = decoder.placement.config.batch_size
-    running = decoder.place(np.ones(num_seqs, bool))
-    stops, seed = decoder.place(np.zeros(0, np.int32)), decoder.place(np.uint32(0))
 
-    def step(tokens: Array, cache: Cache) -> tuple[Array, Cache]:
-        tokens, _, cache = decoder.step(
-            leaves, cache, tokens, running, stops, seed, sampling=GREEDY
-        )
+    def __init__(self, decoder: Decoder, leaves: list[Leaf] | None = None):
+        num_seqs = decoder.placement.config.batch_size
+        self._step = decoder.step
+        self._leaves = decoder.leaves if leaves is None else leaves
+        self._running = decoder.place(np.ones(num_seqs, bool))
+        self._stops = decoder.place(np.zeros(0, np.int32))
+        self._seed = decoder.place(np.uint32(0))
+
+    def __call__(self, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
+        args = self._arguments(tokens, cache)
+        tokens, _, cache = self._step(*args, sampling=GREEDY)
         return tokens, cache
 
-    return step
+    def compile(self, tokens: Array, cache: Cache) -> jax.stages.Compiled:
+        """Compiles, and runs nothing; calls with the same shapes then don't."""
+        args = self._arguments(tokens, cache)
+        return self._step.lower(*args, sampling=GREEDY).compile()
+
+    def _arguments(self, tokens: Array, cache: Cache) -> tuple:
+        return self._leaves, cache, tokens, self._running, self._stops, self._seed
 
 
 def run_steps(
@@ -275,20 +285,25 @@ def measure_costs(
 
 
 def provenance(
-    device: jax.Device | None, packages: Sequence[str], command: Sequence[str]
+    device: jax.Device | None,
+    packages: Sequence[str],
+    command: Sequence[str],
+    commit: str | None = None,
 ) -> dict:
     """What every JSON of results begins with.
 
     Args:
       device: That was measured; None = the first GPU that the driver names, if any.
       packages: Whose versions matter.
-      command: As typed.
+      command: Script and arguments; where it writes to is left out.
+      commit: Of the code; None = ask git.
 
     Returns:
       commit, gpu, driver, cpu, versions, command. None where there is no such thing.
     """
     on_gpu = device is None or device.platform != "cpu"
     gpu, driver = (_gpu() if on_gpu else None) or (None, None)
+    typed = [arg for arg in command if not arg.startswith(("--json=", "--plot="))]
     versions = {"python": platform.python_version()}
     for name in packages:
         try:
@@ -296,12 +311,12 @@ def provenance(
         except metadata.PackageNotFoundError:
             versions[name] = None
     return {
-        "commit": _commit(),
+        "commit": _commit() if commit is None else commit,
         "gpu": gpu,
         "driver": driver,
         "cpu": _cpu(),
         "versions": versions,
-        "command": " ".join(command),
+        "command": shlex.join(["python", *typed]),
     }
 
 

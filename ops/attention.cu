@@ -4,6 +4,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <type_traits>
 
 #include "cuda_status.h"
 
@@ -46,7 +47,8 @@ template <int R>
 struct Shared {
   const char** source;  // [kBlock]
   float* p;             // [kBlock, R]
-  float* q;             // [R, H]
+  float* q;             // [H / kLanes, R, kLanes]
+  int64_t* query_at;    // [R] where each query lies; -1 = no such row
   float* warp_max;      // [kWarps, R]
   float* warp_sum;      // [kWarps, R]
   float* m;             // [R]
@@ -64,14 +66,15 @@ struct Shared {
   __host__ __device__ static int Fixed(const AttentionShape& s, bool run) {
     const int floats = R * s.head_dim + kBlock * R + 2 * kWarps * R + 3 * R + kBlock +
                        (run ? R * 2 * (s.value_dim + 2) : 0);
-    return (8 * kBlock + floats * 4 + 15) / 16 * 16;
+    return (8 * (kBlock + R) + floats * 4 + 15) / 16 * 16;
   }
 
   __device__ Shared(char* memory, const AttentionShape& s, bool run) {
     source = reinterpret_cast<const char**>(memory);
     p = reinterpret_cast<float*>(source + kBlock);
     q = p + kBlock * R;
-    warp_max = q + R * s.head_dim;
+    query_at = reinterpret_cast<int64_t*>(q + R * s.head_dim);
+    warp_max = reinterpret_cast<float*>(query_at + R);
     warp_sum = warp_max + kWarps * R;
     m = warp_sum + kWarps * R;
     sum = m + R;
@@ -85,27 +88,43 @@ struct Shared {
 
 // ------------------------------------------------------------------ loads
 
+// Where a block's records of one head lie: evenly from `plain` on, or where it is null as
+// source[c] says, null for a masked cell.
+struct Cells {
+  const char* plain;
+  int stride;  // bytes
+  const char* const* source;
+
+  template <bool kPlain>
+  __device__ const char* At(int c) const {
+    return kPlain ? plain + c * stride : source[c];
+  }
+};
+
 // Starts copying a block's keys into shared memory, 16 bytes a piece, a key's pieces to
-// neighbouring threads; zeros where source[c] is null. What was there before has been read.
-// (One bulk copy a key, Hopper's, was slower: its engine takes about 60 cycles for each.)
-__device__ void StageKeys(const char* const* source, const void* rows, int bytes, int row,
-                          char* keys) {
-  const char* const fallback = static_cast<const char*>(rows);  // some valid address
-  const int pieces = bytes / 16;
+// neighbouring threads; zeros where a cell is masked. What was there before has been read.
+// (One bulk copy a key, Hopper's, is no faster: its engine takes about 60 cycles for each.)
+template <bool kPlain>
+__device__ void StageKeys(const Cells& cells, int bytes, int row, char* keys) {
+  const int pieces = bytes / 16, cells_on = kThreads / pieces, pieces_on = kThreads % pieces;
   int c = threadIdx.x / pieces, piece = threadIdx.x % pieces;
+  uint32_t to = uint32_t(__cvta_generic_to_shared(keys + c * row + piece * 16));
 #pragma unroll 4
-  for (int i = threadIdx.x; i < kBlock * pieces; i += kThreads) {
-    const char* from = source[c];
-    const uint32_t to = uint32_t(__cvta_generic_to_shared(keys + c * row + piece * 16));
-    // Of a masked cell 0 bytes are read and 16 zeros written.
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
-                 "l"(from == nullptr ? fallback : from + piece * 16),
-                 "r"(from == nullptr ? 0 : 16));
-    c += kThreads / pieces;
-    piece += kThreads % pieces;
+  while (c < kBlock) {
+    const char* from = cells.At<kPlain>(c);
+    if (kPlain || from != nullptr) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to),
+                   "l"(from + piece * 16));
+    } else {
+      *reinterpret_cast<uint4*>(keys + c * row + piece * 16) = make_uint4(0, 0, 0, 0);
+    }
+    c += cells_on;
+    piece += pieces_on;
+    to += cells_on * row + pieces_on * 16;
     if (piece >= pieces) {
       piece -= pieces;
       c += 1;
+      to += row - pieces * 16;
     }
   }
   asm volatile("cp.async.commit_group;");
@@ -123,17 +142,23 @@ struct Packed {
   static constexpr int kWords = N * sizeof(E) / 4;
   uint32_t words[kWords];
 
-  static __device__ Packed Load(const char* memory) {
+  using Word = std::conditional_t<kWords % 4 == 0, uint4,
+                                  std::conditional_t<kWords == 2, uint2, uint32_t>>;
+  static constexpr int kLoads = kWords * 4 / sizeof(Word);
+
+  static __device__ Packed Load(const char* shared) {
     Packed x;
-    if constexpr (kWords % 4 == 0) {
 #pragma unroll
-      for (int i = 0; i < kWords / 4; ++i) {
-        reinterpret_cast<uint4*>(x.words)[i] = reinterpret_cast<const uint4*>(memory)[i];
-      }
-    } else if constexpr (kWords == 2) {
-      *reinterpret_cast<uint2*>(x.words) = *reinterpret_cast<const uint2*>(memory);
-    } else {
-      x.words[0] = *reinterpret_cast<const uint32_t*>(memory);
+    for (int i = 0; i < kLoads; ++i) {
+      reinterpret_cast<Word*>(x.words)[i] = reinterpret_cast<const Word*>(shared)[i];
+    }
+    return x;
+  }
+  static __device__ Packed LoadGlobal(const char* memory) {
+    Packed x;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      reinterpret_cast<Word*>(x.words)[i] = __ldg(reinterpret_cast<const Word*>(memory) + i);
     }
     return x;
   }
@@ -178,54 +203,76 @@ template <int R>
 __device__ void LoadQueries(const Params& p, const Work& w, const Shared<R>& shared) {
   const AttentionShape& s = p.s;
   const float scale = QueryScale(s.scale, s.soft_cap);
-  for (int i = threadIdx.x; i < R * s.head_dim; i += kThreads) {
-    const int row = w.first_row + i / s.head_dim, h = i % s.head_dim;
-    float x = 0.0f;
-    if (row < s.rows()) {
-      const int t = row / s.group(), n = w.head * s.group() + row % s.group();
-      const int64_t at =
-          ((int64_t(w.span.seq) * s.num_new + t) * s.num_heads + n) * s.head_dim + h;
-      x = s.query_type == Type::kF32
-              ? static_cast<const float*>(p.b.q)[at]
-              : FromBf16(static_cast<const uint16_t*>(p.b.q)[at]);
-    }
-    shared.q[i] = Mul(x, scale);
-  }
   if (threadIdx.x < R) {
-    const int row = w.first_row + threadIdx.x;
-    shared.place[threadIdx.x] = row < s.rows() ? WhereOf(p, w)[row / s.group()] : -1;
+    const int row = w.first_row + int(threadIdx.x);
+    const int t = row / s.group(), n = w.head * s.group() + row % s.group();
+    const bool there = row < s.rows();
+    const int64_t token = int64_t(w.span.seq) * s.num_new + t;
+    shared.query_at[threadIdx.x] = there ? (token * s.num_heads + n) * s.head_dim : -1;
+    shared.place[threadIdx.x] = there ? WhereOf(p, w)[t] : -1;
+  }
+  __syncthreads();  // where the queries are
+  for (int h = threadIdx.x; h < s.head_dim; h += kThreads) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const int64_t at = shared.query_at[r];
+      float x = 0.0f;
+      if (at >= 0) {
+        x = s.query_type == Type::kF32
+                ? static_cast<const float*>(p.b.q)[at + h]
+                : FromBf16(static_cast<const uint16_t*>(p.b.q)[at + h]);
+      }
+      shared.q[(h / kLanes * R + r) * kLanes + h % kLanes] = Mul(x, scale);
+    }
   }
 }
 
 enum Kind { kNothing, kStored, kRow };
 
-// Finds where thread c's cell of the block lies. Returns its kind.
+// Finds where the block's cells lie, and thread c's kind. All threads.
 template <int R>
-__device__ Kind FindCell(const Params& p, const Work& w, const Shared<R>& shared,
-                         int first_cell, int num_cells) {
+__device__ Kind FindCells(const Params& p, const Work& w, const Shared<R>& shared,
+                          int first_cell, int num_cells, Cells* cells) {
   const AttentionShape& s = p.s;
   const int c = threadIdx.x;
+  const int record = s.record_size * (s.cell_type == Type::kF32 ? 4 : 2);
+  cells->stride = s.num_kv_heads * record;
+  cells->source = shared.source;
+  // May lie before the block's own first cell; it is not read there.
+  const char* const stored = p.base + w.span.offset + int64_t(w.head) * record +
+                             int64_t(first_cell - w.span.first_cell) * cells->stride;
+  bool has_rows = false;
+  for (int t = c; t < s.num_new; t += kThreads) {
+    const int place = WhereOf(p, w)[t];
+    has_rows |= place >= first_cell && place < first_cell + kBlock;
+  }
+  has_rows = __syncthreads_or(has_rows);
+  if (!has_rows && w.span.first_cell <= first_cell &&
+      w.span.end_cell >= first_cell + kBlock) {
+    cells->plain = stored;
+    return kStored;
+  }
+  cells->plain = nullptr;
   shared.row_of[c] = -1;
-  __syncthreads();
+  __syncthreads();  // none of the rows is found
   for (int t = c; t < s.num_new; t += kThreads) {
     const int place = WhereOf(p, w)[t] - first_cell;
     if (WhereOf(p, w)[t] >= 0 && place >= 0 && place < kBlock) shared.row_of[place] = t;
   }
-  __syncthreads();
-  const int64_t record = int64_t(s.record_size) * (s.cell_type == Type::kF32 ? 4 : 2);
+  __syncthreads();  // all are
   const int cell = first_cell + c;
   const char* source = nullptr;
   Kind kind = kNothing;
   if (c < num_cells && shared.row_of[c] >= 0) {
     const int64_t row = int64_t(w.span.seq) * s.num_new + shared.row_of[c];
-    source = static_cast<const char*>(p.b.rows) + row * s.num_kv_heads * record;
+    source = static_cast<const char*>(p.b.rows) + row * cells->stride + w.head * record;
     kind = kRow;
   } else if (cell >= w.span.first_cell && cell < w.span.end_cell) {
-    const int64_t i = cell - w.span.first_cell;
-    source = p.base + w.span.offset + i * s.num_kv_heads * record;
+    source = stored + c * cells->stride;
     kind = kStored;
   }
-  shared.source[c] = source == nullptr ? nullptr : source + w.head * record;
+  shared.source[c] = source;
+  __syncthreads();  // all sources are there
   return kind;
 }
 
@@ -234,33 +281,27 @@ __device__ Kind FindCell(const Params& p, const Work& w, const Shared<R>& shared
 template <typename E, int VEC, int R>
 class Values {
  public:
-  // Starts loading. shared.source must be there.
-  __device__ Values(const AttentionShape& s, const Shared<R>& shared)
-      : at_(s.head_dim * int(sizeof(E)) + lane() * VEC * int(sizeof(E))),
+  // Starts loading.
+  __device__ Values(const AttentionShape& s, const Cells& cells)
+      : cells_(cells),
+        at_((s.head_dim + lane() * VEC) * int(sizeof(E))),
         lane_holds_(lane() * VEC < s.value_dim) {
+    if (cells.plain != nullptr) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) under_way_[i] = Load(shared, i);
+      for (int i = 0; i < kAhead; ++i) under_way_[i] = Load<true>(i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) under_way_[i] = Load<false>(i);
+    }
   }
 
   // Sums the chain by the weights in shared.p into shared.sums. Keys must have been read.
   __device__ void Sum(const AttentionShape& s, const Shared<R>& shared, int num_cells) {
     float sums[R][VEC] = {};
-    for (int first = 0; first < kChain; first += kAhead) {
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int c = CellOf(first + i);
-        if (c < num_cells) {
-          float v[VEC], p[R];
-          under_way_[i].Widen(v);
-          LoadRow<R>(shared.p + c * R, p);
-#pragma unroll
-          for (int r = 0; r < R; ++r) {
-#pragma unroll
-            for (int e = 0; e < VEC; ++e) sums[r][e] = Fma(p[r], v[e], sums[r][e]);
-          }
-        }
-        if (first + kAhead < kChain) under_way_[i] = Load(shared, first + kAhead + i);
-      }
+    if (cells_.plain != nullptr) {
+      SumChain<true>(shared, kBlock, sums);
+    } else {
+      SumChain<false>(shared, num_cells, sums);
     }
     if (!lane_holds_) return;
     float* to = shared.sums + threadIdx.x / 32 * R * s.value_dim + lane() * VEC;
@@ -280,12 +321,36 @@ class Values {
   static __device__ int lane() { return threadIdx.x % 32; }
   static __device__ int CellOf(int i) { return threadIdx.x / 32 + i * kChains; }
 
-  __device__ Packed<E, VEC> Load(const Shared<R>& shared, int i) const {
-    const char* source = shared.source[CellOf(i)];
-    if (source == nullptr || !lane_holds_) return {};
-    return Packed<E, VEC>::Load(source + at_);
+  template <bool kPlain>
+  __device__ Packed<E, VEC> Load(int i) const {
+    const char* source = cells_.At<kPlain>(CellOf(i));
+    if (!lane_holds_ || (!kPlain && source == nullptr)) return {};
+    return Packed<E, VEC>::LoadGlobal(source + at_);
   }
 
+  template <bool kPlain>
+  __device__ void SumChain(const Shared<R>& shared, int num_cells, float (&sums)[R][VEC]) {
+#pragma unroll
+    for (int first = 0; first < kChain; first += kAhead) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int c = CellOf(first + i);
+        if (kPlain || c < num_cells) {
+          float v[VEC], p[R];
+          under_way_[i].Widen(v);
+          LoadRow<R>(shared.p + c * R, p);
+#pragma unroll
+          for (int r = 0; r < R; ++r) {
+#pragma unroll
+            for (int e = 0; e < VEC; ++e) sums[r][e] = Fma(p[r], v[e], sums[r][e]);
+          }
+        }
+        if (first + kAhead < kChain) under_way_[i] = Load<kPlain>(first + kAhead + i);
+      }
+    }
+  }
+
+  const Cells& cells_;
   const int at_;  // bytes from a record to this lane's piece of its value
   const bool lane_holds_;
   Packed<E, VEC> under_way_[kAhead];
@@ -296,14 +361,15 @@ template <typename E, int R>
 __device__ void Scores(const AttentionShape& s, const Shared<R>& shared, float (&x)[R]) {
   const char* key = shared.keys + threadIdx.x * StagedRow(s, sizeof(E));
   float sums[R][kLanes] = {};
+  const float* rows = shared.q;
 #pragma unroll 2
-  for (int h = 0; h < s.head_dim; h += kLanes) {
+  for (int h = 0; h < s.head_dim; h += kLanes, rows += R * kLanes) {
     float k[kLanes];
     Packed<E, kLanes>::Load(key + h * sizeof(E)).Widen(k);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       float q[kLanes];
-      LoadRow<kLanes>(shared.q + r * s.head_dim + h, q);
+      LoadRow<kLanes>(rows + r * kLanes, q);
 #pragma unroll
       for (int e = 0; e < kLanes; ++e) sums[r][e] = Fma(k[e], q[e], sums[r][e]);
     }
@@ -359,11 +425,15 @@ __device__ void AttendBlock(const Params& p, const Work& w, const Shared<R>& sha
   const int first_cell = index * kBlock, c = threadIdx.x;
   const int left = EndCell(s, w.span.length) - first_cell;
   const int num_cells = left < 0 ? 0 : (left > kBlock ? kBlock : left);
-  const Kind kind = FindCell(p, w, shared, first_cell, num_cells);
-  __syncthreads();  // all sources are there
-  StageKeys(shared.source, p.b.rows, s.head_dim * int(sizeof(E)), StagedRow(s, sizeof(E)),
-            shared.keys);
-  Values<E, VEC, R> values(s, shared);
+  Cells cells;
+  const Kind kind = FindCells(p, w, shared, first_cell, num_cells, &cells);
+  const int key_bytes = s.head_dim * int(sizeof(E)), row = StagedRow(s, sizeof(E));
+  if (cells.plain != nullptr) {
+    StageKeys<true>(cells, key_bytes, row, shared.keys);
+  } else {
+    StageKeys<false>(cells, key_bytes, row, shared.keys);
+  }
+  Values<E, VEC, R> values(s, cells);
   AwaitKeys();
   float x[R];
   Scores<E, R>(s, shared, x);
@@ -468,10 +538,14 @@ __global__ void __launch_bounds__(kThreads, R > 4 ? 2 : 4)
   if (i >= w.span.num_blocks) return;
   LoadQueries(p, w, shared);
   AttendBlock<E, VEC, R>(p, w, shared, w.span.first_block + i);
-  for (int j = threadIdx.x; j < R * p.s.value_dim; j += kThreads) {
-    const int row = w.first_row + j / p.s.value_dim;
-    if (row >= p.s.rows()) break;
-    PartialOf(p, blockIdx.x, w.head, row)[j % p.s.value_dim] = BlockValue(p.s, shared, j);
+  const int size = p.s.value_dim;
+  float* const partials = PartialOf(p, blockIdx.x, w.head, w.first_row);
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    if (w.first_row + r >= p.s.rows()) break;
+    for (int h = threadIdx.x; h < size; h += kThreads) {
+      partials[r * (size + 2) + h] = BlockValue(p.s, shared, r * size + h);
+    }
   }
   const int row = w.first_row + int(threadIdx.x);
   if (threadIdx.x < R && row < p.s.rows()) {
@@ -509,7 +583,8 @@ __device__ Scales ScalesOf(float before, float m, int width) {
 }
 
 __device__ float FoldOne(float state, float item, Scales scales) {
-  return scales.state < 0.0f ? state : Folded(state, item, {0.0f, scales.state, scales.item});
+  const float folded = Folded(state, item, {0.0f, scales.state, scales.item});
+  return scales.state < 0.0f ? state : folded;
 }
 
 // Folds a span's blocks in order: [T * G * slices of the values, K, spans]. In rounds of
@@ -523,6 +598,7 @@ __global__ void __launch_bounds__(kFoldThreads) FoldKernel(const __grid_constant
   __shared__ float block_m[kFoldThreads], block_sum[kFoldThreads];
   __shared__ float group_m[kGroups], group_sum[kGroups];
   __shared__ float groups[kFoldThreads];  // [groups at a time, width]: their values
+  __shared__ float total_m;
 
   const int size = p.s.value_dim, width = (size / slices + 31) / 32 * 32;
   const int row = blockIdx.x / slices, h = blockIdx.x % slices * width + threadIdx.x % width;
@@ -553,9 +629,10 @@ __global__ void __launch_bounds__(kFoldThreads) FoldKernel(const __grid_constant
     __syncthreads();  // the blocks' scales are there
 
     const int num_groups = min(kGroups, (end - round + kGroup - 1) / kGroup);
-    if (i < kGroups) {
+    if (i < num_groups) {
       const bool opened = round / kGroup + i == first_group;
       Running group{0.0f, opened ? open.m : kEmpty, opened ? open.sum : 0.0f};
+#pragma unroll
       for (int j = i * kGroup; j < i * kGroup + kGroup; ++j) {
         group.sum = FoldOne(group.sum, block_sum[j], block_scales[j]);
         group.m = Max(group.m, block_m[j]);
@@ -566,7 +643,7 @@ __global__ void __launch_bounds__(kFoldThreads) FoldKernel(const __grid_constant
     __syncthreads();  // the groups' m and sum are there
     if (i < 32) {
       float before = total.m;
-      for (int g = i; g < kGroups; g += 32) {
+      for (int g = i; g < (num_groups + 31) / 32 * 32; g += 32) {
         // A group that is not full yet stays open.
         const bool full = g < num_groups && round + (g + 1) * kGroup <= end;
         const float m = full ? group_m[g] : kEmpty;
@@ -577,6 +654,7 @@ __global__ void __launch_bounds__(kFoldThreads) FoldKernel(const __grid_constant
         }
         before = Max(before, largest);
       }
+      if (i == 0) total_m = before;
     }
     __syncthreads();  // the groups' scales are there
 
@@ -601,18 +679,17 @@ __global__ void __launch_bounds__(kFoldThreads) FoldKernel(const __grid_constant
       __syncthreads();  // these groups' values are there
       const int last = min(at_once, num_groups - base);
       if (turn == 0) {
+#pragma unroll 8
         for (int t = 0; t < last; ++t) {
-          total.value = FoldOne(total.value, groups[t * width + i], group_scales[base + t]);
+          const Scales scales = group_scales[base + t];
+          total.value = FoldOne(total.value, groups[t * width + i], scales);
+          total.sum = FoldOne(total.sum, group_sum[base + t], scales);
         }
         open.value = groups[(last - 1) * width + i];
       }
       __syncthreads();  // and are read
     }
-    for (int g = 0; g < num_groups; ++g) {
-      if (group_scales[g].state < 0.0f) continue;
-      total.sum = FoldOne(total.sum, group_sum[g], group_scales[g]);
-      total.m = Max(total.m, group_m[g]);
-    }
+    total.m = total_m;
     open.m = group_m[num_groups - 1];
     open.sum = group_sum[num_groups - 1];
     __syncthreads();  // the round is read

@@ -13,6 +13,24 @@ LayerShape ShapeOf(const StepPlan& plan, const Tail& tail, int64_t window) {
           tail.tail_cells,              tail.row_bytes, window};
 }
 
+std::vector<int64_t> KeyOf(const LayerShape& shape) {
+  return {shape.num_seqs, shape.device_cells, shape.tail_cells, shape.row_bytes,
+          shape.window};
+}
+
+// Whether what was sent for one segment holds all that another asks for, where it looks.
+bool Covers(const Segment& sent, const Segment& wanted) {
+  if (sent.spans.size() != wanted.spans.size()) return false;
+  for (size_t i = 0; i < sent.spans.size(); ++i) {
+    const Span &a = sent.spans[i], &b = wanted.spans[i];
+    if (a.seq != b.seq || a.first_cell != b.first_cell || a.offset != b.offset ||
+        a.end_cell < b.end_cell) {
+      return false;
+    }
+  }
+  return true;
+}
+
 }  // namespace
 
 Ring::Ring(const RingSettings& settings, std::unique_ptr<Transport> transport)
@@ -27,6 +45,7 @@ void Ring::Prepare() {
     if (idle_steps_ < kIdleSteps) return;
     Drain();
     GiveBack();
+    head_ = issued_;
     stats_.given_back += 1;
     return;
   }
@@ -58,17 +77,19 @@ Status Ring::Take() {
     KVJAX_RETURN_IF_ERROR(transport_->MakeEvent(&slot.ready));
     KVJAX_RETURN_IF_ERROR(transport_->MakeEvent(&slot.release));
   }
+  appended_.resize(std::min(settings_.depth, settings_.num_slots));
+  for (Event& event : appended_) {
+    KVJAX_RETURN_IF_ERROR(transport_->MakeEvent(&event));
+  }
   return Status::Ok();
 }
 
 // The host waits until no kernel reads a slot and no copy writes one; freeing under them
 // corrupts whoever gets the memory next.
 void Ring::Drain() {
-  for (int64_t i = head_; i < issued_; ++i) {
-    (void)transport_->Synchronize(slot_of(base_ + i).ready);
-  }
   for (Slot& slot : slots_) {
-    if (slot.released) (void)transport_->Synchronize(slot.release);
+    (void)transport_->Synchronize(slot.ready);
+    (void)transport_->Synchronize(slot.release);
   }
 }
 
@@ -78,6 +99,10 @@ void Ring::GiveBack() {
     if (slot.release != nullptr) transport_->FreeEvent(slot.release);
   }
   slots_.clear();
+  for (Event event : appended_) {
+    if (event != nullptr) transport_->FreeEvent(event);
+  }
+  appended_.clear();
   if (begun_ != nullptr) transport_->FreeEvent(begun_);
   if (transfer_ != nullptr) transport_->FreeStream(transfer_);
   if (memory_ != nullptr) transport_->Free(memory_);
@@ -91,9 +116,13 @@ Status Ring::Begin(Stream compute, StepPlan plan) {
   KVJAX_RETURN_IF_ERROR(Abort(compute));
   stats_.steps += 1;
   NoteMoved(MovedTails(plan));
+  const Ahead ahead{{attends_.begin() + num_attends_, attends_.end()},
+                    std::move(ahead_cuts_), plan_.stamp, issued_ - head_};
   plan_ = std::move(plan);
+  base_ += head_;
   Cut();
   if (!delivering()) return Status::Ok();
+  KVJAX_RETURN_IF_ERROR(Adopt(compute, ahead));
   // The step's deliveries read cells that the step before appended on `compute`; without
   // this they could be sent before those are written.
   KVJAX_RETURN_IF_ERROR(transport_->Record(begun_, compute));
@@ -103,21 +132,71 @@ Status Ring::Begin(Stream compute, StepPlan plan) {
 
 // Lists the attends to come with their segments; layers of one shape share a cut.
 void Ring::Cut() {
-  base_ += issued_;
-  cursor_ = issuing_ = 0;
+  cursor_ = issuing_ = num_appended_ = 0;
   head_ = issued_ = 0;
   attends_.clear();
   cuts_.clear();
+  ahead_cuts_.clear();
   int64_t num_segments = 0;
   for (const AttendKey& key : plan_.attends) {
     const Tail* tail = TailOf(key.layer);
     if (tail == nullptr || SegmentBytes(tail->row_bytes) > settings_.slot_bytes) continue;
     const LayerShape shape = ShapeOf(plan_, *tail, key.window);
     const std::vector<Segment>& segments = Segments(shape);
-    attends_.push_back({key, tail, shape, &segments, num_segments});
+    attends_.push_back({key, tail->data, shape, &segments, num_segments});
     num_segments += int64_t(segments.size());
   }
+  num_attends_ = attends_.size();
   idle_steps_ = num_segments > 0 ? 0 : idle_steps_ + 1;
+  if (delivering()) CutAhead();
+}
+
+// Lists the first attends of the next step, for lengths that grow by T.
+void Ring::CutAhead() {
+  std::vector<int32_t> lengths(plan_.lengths.size());
+  int64_t num_segments = this->num_segments();
+  for (size_t i = 0; i < std::min(num_attends_, appended_.size()); ++i) {
+    const PlannedAttend attend = attends_[i];
+    const LayerShape& shape = attend.shape;
+    for (size_t b = 0; b < lengths.size(); ++b) {
+      const int64_t grown = int64_t(plan_.lengths[b]) + shape.num_new;
+      lengths[b] = int32_t(std::min(grown, shape.num_cells()));
+    }
+    auto [cut, is_new] = ahead_cuts_.try_emplace(KeyOf(shape));
+    if (is_new) cut->second = CutTail(shape, lengths.data(), settings_.slot_bytes);
+    attends_.push_back({attend.key, attend.tail, shape, &cut->second, num_segments});
+    num_segments += int64_t(cut->second.size());
+  }
+}
+
+// Takes over what the step before sent ahead, as far as it fits this step.
+Status Ring::Adopt(Stream compute, const Ahead& ahead) {
+  if (ahead.num_segments == 0) return Status::Ok();
+  const bool next_step = ahead.stamp != 0 && plan_.stamp_before == ahead.stamp;
+  const size_t most = next_step ? std::min(num_attends_, ahead.attends.size()) : 0;
+  int64_t used = 0;
+  for (size_t i = 0; i < most; ++i) {
+    const PlannedAttend &sent = ahead.attends[i], &wanted = attends_[i];
+    if (!(sent.key == wanted.key) || sent.tail != wanted.tail ||
+        KeyOf(sent.shape) != KeyOf(wanted.shape)) {
+      break;
+    }
+    const int64_t all = int64_t(std::min(sent.segments->size(), wanted.segments->size()));
+    const int64_t limit = std::min(all, ahead.num_segments - used);
+    int64_t k = 0;
+    for (; k < limit && Covers((*sent.segments)[k], (*wanted.segments)[k]); ++k) {
+      Count((*wanted.segments)[k]);
+    }
+    used += k;
+    if (k < int64_t(std::max(sent.segments->size(), wanted.segments->size()))) break;
+  }
+  issued_ = used;
+  stats_.ahead_used += used;
+  stats_.ahead_dropped += ahead.num_segments - used;
+  if (used == ahead.num_segments) return Status::Ok();
+  // XLA may free the tail that these read behind this step; without this a copy may still
+  // read it then. Copies are in order: the last one's event tells of all.
+  return transport_->Wait(compute, slot_of(base_ + ahead.num_segments - 1).ready);
 }
 
 int64_t Ring::SegmentBytes(int64_t row_bytes) const {
@@ -133,15 +212,11 @@ const Tail* Ring::TailOf(int64_t layer) const {
 
 // The cut of a shape, made once a step.
 const std::vector<Segment>& Ring::Segments(const LayerShape& shape) {
-  const std::vector<int64_t> key = {shape.device_cells, shape.tail_cells, shape.row_bytes,
-                                    shape.window};
-  auto found = cuts_.find(key);
-  if (found == cuts_.end()) {
-    auto segments =
-        CutTail(shape, plan_.lengths.data(), SegmentBytes(shape.row_bytes));
-    found = cuts_.emplace(key, std::move(segments)).first;
+  auto [cut, is_new] = cuts_.try_emplace(KeyOf(shape));
+  if (is_new) {
+    cut->second = CutTail(shape, plan_.lengths.data(), SegmentBytes(shape.row_bytes));
   }
-  return found->second;
+  return cut->second;
 }
 
 // Issues deliveries in the order of consumption while depth and free slots allow.
@@ -149,9 +224,8 @@ Status Ring::Pump() {
   if (!delivering()) return Status::Ok();
   for (; issuing_ < attends_.size(); ++issuing_) {
     const PlannedAttend& attend = attends_[issuing_];
-    const int64_t end = attend.first_segment + int64_t(attend.segments->size());
-    while (issued_ < end) {
-      if (int64_t(issuing_) > int64_t(cursor_) + settings_.depth) {
+    while (issued_ < attend.end_segment()) {
+      if (!MayIssue(issuing_)) {
         stats_.stop_depth += 1;
         return Status::Ok();
       }
@@ -166,6 +240,18 @@ Status Ring::Pump() {
   return Status::Ok();
 }
 
+// Within the depth; and of the next step only layers that this one has appended to.
+bool Ring::MayIssue(size_t attend) const {
+  if (int64_t(attend) > int64_t(cursor_) + settings_.depth) return false;
+  return attend < num_attends_ || attend - num_attends_ < num_appended_;
+}
+
+void Ring::Count(const Segment& segment) {
+  stats_.deliveries += 1;
+  stats_.early_bytes += segment.live_bytes;
+  stats_.gap_bytes += segment.gap_bytes;
+}
+
 Status Ring::Issue(const PlannedAttend& attend, const Segment& segment) {
   const int64_t delivery = base_ + issued_;
   Slot& slot = slot_of(delivery);
@@ -175,23 +261,29 @@ Status Ring::Issue(const PlannedAttend& attend, const Segment& segment) {
     KVJAX_RETURN_IF_ERROR(transport_->Wait(transfer_, slot.release));
     stats_.slot_reuses += 1;
   }
+  const bool ahead = issuing_ >= num_attends_;
+  if (ahead) {
+    // The next step reads the rows that this one appends; without this they could be sent
+    // before they are written.
+    KVJAX_RETURN_IF_ERROR(
+        transport_->Wait(transfer_, appended_[issuing_ - num_attends_]));
+  }
   for (const Copy& copy : segment.copies) {
     KVJAX_RETURN_IF_ERROR(
-        transport_->Enqueue(transfer_, copy, attend.tail->data, memory_of(delivery)));
+        transport_->Enqueue(transfer_, copy, attend.tail, memory_of(delivery)));
   }
   KVJAX_RETURN_IF_ERROR(transport_->Record(slot.ready, transfer_));
   issued_ += 1;
-  stats_.deliveries += 1;
-  stats_.early_bytes += segment.live_bytes;
-  stats_.gap_bytes += segment.gap_bytes;
+  if (!ahead) Count(segment);
   return Status::Ok();
 }
 
 Status Ring::Open(Stream compute, AttendKey key, const char* tail, Route* route) {
   const bool delivers = delivering();
-  auto next = std::find_if(attends_.begin() + cursor_, attends_.end(),
-                           [&](const PlannedAttend& a) { return a.key == key; });
-  if (next == attends_.end()) {
+  const auto end = attends_.begin() + num_attends_;
+  const auto next = std::find_if(attends_.begin() + cursor_, end,
+                                 [&](const PlannedAttend& a) { return a.key == key; });
+  if (next == end) {
     // Behind the cursor or not in the plan: the tail's shape is all that is needed.
     const Tail* known = TailOf(key.layer);
     if (known != nullptr) {
@@ -208,12 +300,21 @@ Status Ring::Open(Stream compute, AttendKey key, const char* tail, Route* route)
     stats_.skipped_attends += int64_t(index - cursor_);
     KVJAX_RETURN_IF_ERROR(SkipTo(compute, index));
   }
-  const bool moved = next->tail->data != tail;
+  const bool moved = next->tail != tail;
   if (moved) stats_.ordered_moved += 1;
   if (!moved && !delivers) stats_.ordered_depth += 1;
   *route = {next->segments, next->shape, delivers && !moved};
-  if (route->delivered) return Pump();
-  return SkipTo(compute, index + 1);
+  if (!route->delivered) return SkipTo(compute, index + 1);
+  KVJAX_RETURN_IF_ERROR(NoteAppended(compute));
+  return Pump();
+}
+
+// The append of the attend at the cursor is enqueued: its layer may be sent ahead behind
+// it.
+Status Ring::NoteAppended(Stream compute) {
+  if (cursor_ != num_appended_ || cursor_ >= appended_.size()) return Status::Ok();
+  num_appended_ += 1;
+  return transport_->Record(appended_[cursor_], compute);
 }
 
 Status Ring::Acquire(Stream compute, const char** slot) {
@@ -239,10 +340,8 @@ Status Ring::Finish(Stream compute) { return SkipTo(compute, cursor_ + 1); }
 // Moves the cursor to an attend. Segments before it that were issued and never read are
 // joined to `compute`, so that XLA may free their tail behind it; others are not issued.
 Status Ring::SkipTo(Stream compute, size_t attend) {
-  const int64_t total =
-      attends_.empty() ? 0
-                       : attends_.back().first_segment + int64_t(attends_.back().segments->size());
-  const int64_t target = attend < attends_.size() ? attends_[attend].first_segment : total;
+  const int64_t target =
+      attend < num_attends_ ? attends_[attend].first_segment : num_segments();
   KVJAX_RETURN_IF_ERROR(Join(compute, std::min(issued_, target)));
   if (issued_ < target) {
     base_ -= target - issued_;
@@ -250,7 +349,13 @@ Status Ring::SkipTo(Stream compute, size_t attend) {
   }
   cursor_ = attend;
   issuing_ = std::max(issuing_, cursor_);
-  return Pump();
+  KVJAX_RETURN_IF_ERROR(Pump());
+  if (cursor_ < num_attends_ || issued_ == head_ || transport_->SourcesStayMapped()) {
+    return Status::Ok();
+  }
+  // The caller may free the tail once the step is over; without this a copy may read
+  // freed memory.
+  return transport_->Synchronize(slot_of(base_ + issued_ - 1).ready);
 }
 
 // Releases issued segments up to `end` that nothing read.
@@ -267,11 +372,11 @@ Status Ring::Join(Stream compute, int64_t end) {
 }
 
 Status Ring::Abort(Stream compute) {
-  if (cursor_ >= attends_.size()) return Status::Ok();
+  if (cursor_ >= num_attends_) return Status::Ok();
   KVJAX_RETURN_IF_ERROR(Join(compute, issued_));
-  stats_.skipped_attends += int64_t(attends_.size() - cursor_);
+  stats_.skipped_attends += int64_t(num_attends_ - cursor_);
   stats_.dropped_plans += 1;
-  cursor_ = attends_.size();
+  cursor_ = num_attends_;
   return Status::Ok();
 }
 

@@ -10,6 +10,11 @@
 //   deliveries ->  0  1 | 2 | 3  4 | 5  6  ...      in the order of consumption
 //                       head      issued            head <= issued <= head + num_slots
 //
+// Behind the step's own segments come the first ones of the step to come (look-ahead),
+// cut for lengths that grow by T. They count once the next begin brings the stamp of this
+// step, the same tails, and extents that they cover; from the first that doesn't fit on
+// they are dropped.
+//
 // A slot's ready event orders its readers behind its copies, its release event the next
 // copies behind its readers; stream to stream, never through the host. Nothing waits on
 // an event that isn't recorded: a delivery is issued after the launch that frees its slot
@@ -58,6 +63,8 @@ struct RingSettings {
   X(ordered_bytes)      /* live bytes copied on the compute stream */               \
   X(gap_bytes)          /* copied along between sequences, either way */            \
   X(slot_reuses)        /* deliveries that had to wait for a slot's release */      \
+  X(ahead_used)         /* segments sent before their step began, and used */       \
+  X(ahead_dropped)      /* and not used: counted neither as deliveries nor bytes */ \
   X(ordered_depth)      /* ordered attends: depth 0, declined or closed */          \
   X(ordered_sequence)   /* ordered attends: not the next one of the plan */         \
   X(ordered_moved)      /* ordered attends: another tail than begin's */            \
@@ -169,10 +176,20 @@ class Ring {
   };
   struct PlannedAttend {
     AttendKey key;
-    const Tail* tail;
+    const char* tail;
     LayerShape shape;
     const std::vector<Segment>* segments;
     int64_t first_segment;  // of the step
+
+    int64_t end_segment() const { return first_segment + int64_t(segments->size()); }
+  };
+  using Cuts = std::map<std::vector<int64_t>, std::vector<Segment>>;  // by shape
+  // What a step sent ahead for the next one.
+  struct Ahead {
+    std::vector<PlannedAttend> attends;
+    Cuts cuts;  // the attends' segments
+    uint64_t stamp;
+    int64_t num_segments;
   };
 
   bool delivering() const { return memory_ != nullptr; }
@@ -180,8 +197,16 @@ class Ring {
   void Drain();
   void GiveBack();
   void Cut();
+  void CutAhead();
+  Status Adopt(Stream compute, const Ahead& ahead);
+  Status NoteAppended(Stream compute);
+  bool MayIssue(size_t attend) const;
+  void Count(const Segment& segment);
   const Tail* TailOf(int64_t layer) const;
   const std::vector<Segment>& Segments(const LayerShape& shape);
+  int64_t num_segments() const {
+    return num_attends_ == 0 ? 0 : attends_[num_attends_ - 1].end_segment();
+  }
   Status Pump();
   Status Issue(const PlannedAttend& attend, const Segment& segment);
   Status SkipTo(Stream compute, size_t attend);
@@ -206,8 +231,11 @@ class Ring {
   int64_t idle_steps_ = 0;
 
   StepPlan plan_;
-  std::map<std::vector<int64_t>, std::vector<Segment>> cuts_;  // by shape
-  std::vector<PlannedAttend> attends_;
+  Cuts cuts_, ahead_cuts_;
+  std::vector<PlannedAttend> attends_;  // of the step, then the first of the next
+  size_t num_attends_ = 0;              // of the step
+  std::vector<Event> appended_;  // recorded behind the appends of the step's first layers
+  size_t num_appended_ = 0;      // of this step
   size_t cursor_ = 0;         // the next attend
   size_t issuing_ = 0;        // the attend whose segments are being issued
   int64_t head_ = 0;          // segments of this step that are released

@@ -37,7 +37,12 @@ class Transport {
                          char* target) = 0;
   virtual Status Record(Event event, Stream stream) = 0;
   virtual Status Wait(Stream stream, Event event) = 0;
-  // The host waits for the event's latest Record; for close only.
+  // Whether memory that XLA freed may still be read (its pinned pool stays mapped): then
+  // a copy may outlive the step that issued it.
+  virtual bool SourcesStayMapped() const = 0;
+
+  // The host waits for the event's latest Record, if there was one; for close, and at a step's end where
+  // sources don't stay mapped.
   virtual Status Synchronize(Event event) = 0;
 };
 

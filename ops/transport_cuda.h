@@ -30,6 +30,7 @@ class CudaTransport : public Transport {
                  char* target) override;
   Status Record(Event event, Stream stream) override;
   Status Wait(Stream stream, Event event) override;
+  bool SourcesStayMapped() const override { return true; }
   Status Synchronize(Event event) override;
 
  private:

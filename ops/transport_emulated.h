@@ -15,6 +15,7 @@ struct Emulation {
   int64_t max_delay_us = 0;       // of each piece of work, drawn at random
   int64_t free_bytes = int64_t(1) << 40;
   bool fail_allocation = false;   // although free_bytes would do
+  bool sources_stay_mapped = false;  // XLA's cpu platform frees host memory for good
 };
 
 class EmulatedTransport : public Transport {
@@ -33,6 +34,7 @@ class EmulatedTransport : public Transport {
                  char* target) override;
   Status Record(Event event, Stream stream) override;
   Status Wait(Stream stream, Event event) override;
+  bool SourcesStayMapped() const override { return emulation_.sources_stay_mapped; }
   Status Synchronize(Event event) override;
 
  private:

@@ -353,7 +353,9 @@ def test_windows_and_soft_caps_are_those_of_a_loop(case, backend):
 
 
 @pytest.mark.parametrize("device_cells", [None, 0, 128])
-@pytest.mark.parametrize("case", [Case(), Case(value_dim=128, dtype="float32")], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(), Case(value_dim=128, dtype="float32")], ids=str
+)
 def test_the_reference_backend_is_that_of_a_loop(case, device_cells):
     problem = make_problem(case, RAGGED, [3, 1], num_new=[[3, 0, 3, 2], [1] * 4])
     check(case, problem, device_cells=device_cells, backend="reference")
@@ -596,9 +598,7 @@ def test_a_row_takes_the_place_of_the_cell_that_where_names():
 @pytest.mark.parametrize(
     "case", [Case(num_layers=2), Case(value_dim=72, dtype="float32")], ids=str
 )
-def test_append_writes_behind_each_length_and_nowhere_else(
-    case, backend, device_cells
-):
+def test_append_writes_behind_each_length_and_nowhere_else(case, backend, device_cells):
     lengths, num_new = [126, 0, 1277, 300], [4, 5, 5, 0]
     problem = make_problem(case, lengths, [5], num_new=[num_new])
     played = play(case, problem, device_cells=device_cells, backend=backend)
@@ -620,7 +620,9 @@ def test_a_record_is_the_key_then_the_value():
     assert rows[0, 0, 1].tolist() == [*range(8, 16), *range(-16, -32, -1)]
 
 
-def call(case: Case = Case(), *, q_size: int = 64, q_dtype="float32", row_dtype="bfloat16"):
+def call(
+    case: Case = Case(), *, q_size: int = 64, q_dtype="float32", row_dtype="bfloat16"
+):
     """Lowers and runs attend and append with operands that may not fit the cells."""
     placement = place(case, 1, device_cells=0)
     cache = make_cache(placement, make_problem(case, [5], [1]))
@@ -656,7 +658,7 @@ def call(case: Case = Case(), *, q_size: int = 64, q_dtype="float32", row_dtype=
         (dict(q_size=72), r"q \[1,1,6,72\] doesn't fit rows \[1,1,2,128\]"),
         (dict(q_size=60), r"q \[1,1,6,60\] doesn't fit rows"),
         (dict(q_dtype="float16"), "q must be float32 or bfloat16"),
-        (dict(row_dtype="float32"), r"rows \[1,1,2,128\] don't fit cells \[1,1280,2,128\]"),
+        (dict(row_dtype="float32"), r"rows \[1,1,2,128\] don't fit cells \[1,1280,2"),
     ],
     ids=str,
 )

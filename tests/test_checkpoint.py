@@ -180,8 +180,9 @@ def write_gguf(
     arch: str | None = None,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     facts: dict | None = None,
+    num_kv_heads: list[int] | None = None,
 ) -> Path:
-    """A GGUF file; `kind` is the type of the matrices, `facts` more integers."""
+    """A GGUF file; `kind` is the type of the matrices, `facts` more of its keys."""
     arch = arch or architecture(config)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_layers)
@@ -189,7 +190,7 @@ def write_gguf(
     writer.add_embedding_length(config.width)
     writer.add_feed_forward_length(config.mlp_width)
     writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_head_count_kv(num_kv_heads or config.num_kv_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_freq_base(config.rope_theta)
@@ -369,7 +370,7 @@ def test_a_split_load_puts_each_shard_on_its_device_only(tmp_path):
     mesh = make_mesh({"tp": 2})
     model, _ = checkpoint.load(folder, dtype="float32", mesh=mesh)
     shards = model.layers[0].kv.addressable_shards
-    assert [shard.data.shape for shard in shards] == [(2, 1, 16, 96)] * 2
+    assert [shard.data.shape for shard in shards] == [(1, 2, 16, 96)] * 2
     keys = weights["0.k"].reshape(2, 16, 96)
     for head, shard in enumerate(shards):
         assert shard.device == mesh.devices[head]
@@ -467,6 +468,21 @@ def test_a_gguf_file_that_needs_more_is_refused_by_name(tmp_path, facts, text):
         checkpoint.open_checkpoint(file)
 
 
+def test_a_gguf_file_with_heads_of_its_own_in_each_layer_is_refused(tmp_path):
+    config = replace(SMALL, num_heads=2)
+    file = tmp_path / "model.gguf"
+    write_gguf(file, config, random_weights(config), num_kv_heads=[1, 2])
+    with pytest.raises(ValueError, match="numbers of heads that differ by layer"):
+        checkpoint.open_checkpoint(file)
+
+
+def test_a_cut_off_gguf_file_is_refused(tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", SMALL, random_weights(SMALL))
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(ValueError, match="cannot be read as GGUF"):
+        checkpoint.open_checkpoint(file)
+
+
 def test_a_gguf_file_of_another_architecture_or_with_biases_is_refused(tmp_path):
     biased = replace(SMALL, qkv_bias=True)
     file = tmp_path / "model.gguf"
@@ -502,11 +518,14 @@ def test_what_is_not_there_or_not_a_model_is_named(tmp_path):
 
     fails(tmp_path / "none.gguf", "there is no .*none.gguf .nothing is downloaded")
     fails(tmp_path, "has no config.json")
-    (tmp_path / "text.gguf").write_text("no model, just words")
-    fails(tmp_path / "text.gguf", "text.gguf is not a GGUF file")
+    for content in (b"", b"GG", b"no model, just words"):
+        (tmp_path / "text.gguf").write_bytes(content)
+        fails(tmp_path / "text.gguf", "text.gguf cannot be read as GGUF")
     path = write_hf(tmp_path / "model", SMALL, random_weights(SMALL), num_files=2)
     (path / "model-00002-of-00002.safetensors").unlink()
     fails(path, "lacks model-00002-of-00002.safetensors")
+    (path / "model-00002-of-00002.safetensors").write_bytes(b"no model, just words")
+    fails(path, "model-00002-of-00002.safetensors cannot be read as safetensors")
     facts = hf_json(SMALL)
     del facts["hidden_size"]
     (path / "config.json").write_text(json.dumps(facts))

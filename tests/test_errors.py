@@ -1,4 +1,4 @@
-"""What is refused, and in which words: each says what was wanted, what came, what to do."""
+"""What is refused: each message says what was wanted, what came, what to do."""
 
 import functools
 
@@ -155,8 +155,8 @@ def test_heads_that_do_not_divide_name_sizes_that_do(
 ):
     config = CacheConfig(**CONFIG | dict(num_kv_heads=num_kv_heads))
     message = (
-        f"{num_heads} query and {num_kv_heads} kv heads cannot be split over {axis_size} "
-        rf"devices; axis sizes that work: \[{', '.join(map(str, works))}\]"
+        f"{num_heads} query and {num_kv_heads} kv heads cannot be split over "
+        rf"{axis_size} devices; axis sizes that work: \[{', '.join(map(str, works))}\]"
     )
     with pytest.raises(ValueError, match=message):
         Placement(config=config, num_heads=num_heads, mesh=make_mesh({"tp": axis_size}))
@@ -282,7 +282,7 @@ def test_a_step_refuses_other_batches_and_heads(tiny, backend):
     placement = replaced(tiny, device_cells=0, backend=backend)
     draw = functools.partial(jnp.zeros, dtype=jnp.float32)
     cases = {
-        r"holds 2 sequences, got tokens \[3, 1\] and num_new \[2\]: give each sequence a": (
+        r"holds 2 sequences, got tokens \[3, 1\] and num_new \[2\]: give each": (
             dict(tokens=jnp.zeros((3, 1), jnp.int32))
         ),
         r"holds 2 sequences, got tokens \[2, 1\] and num_new \[1\]": (
@@ -325,7 +325,7 @@ def test_a_step_refuses_layers_and_windows_that_are_not_there(tiny):
 def test_an_attend_without_begin_is_refused(tiny):
     cache, x = init_cache(tiny), inputs(tiny)
     step = Step(tiny, cache, x.num_new, 1)
-    with pytest.raises(ValueError, match="attend of layer 0 comes before begin"):
+    with pytest.raises(ValueError, match="attend of layer 0 comes before Step.begin"):
         step.attend(0, x.q[0], x.k[0], x.v[0], scale=1.0)
 
 
@@ -350,7 +350,7 @@ def test_an_attend_that_no_begin_planned_is_refused_by_its_ring(tiny):
         jax.block_until_ready(attend())
 
 
-@pytest.mark.parametrize("in_jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("in_jit", [False, True], ids=["outside", "around a jit"])
 def test_a_step_refuses_vmap_and_grad(tiny, in_jit):
     cache, x = filled(tiny, [200, 3]), inputs(tiny)
     wrap = jax.jit if in_jit else lambda f: f
@@ -361,14 +361,14 @@ def test_a_step_refuses_vmap_and_grad(tiny, in_jit):
     for name in ("q", "k", "v"):
         f = wrap(lambda value, name=name: total(**{name: value}))
         with pytest.raises(NotImplementedError, match="step cannot be differentiated"):
-            jax.grad(f)(getattr(x, name))
+            jax.eval_shape(jax.grad(f), getattr(x, name))
     for name in ("q", "k", "v", "tokens", "num_new"):
         f = wrap(lambda value, name=name: total(**{name: value}))
         with pytest.raises(NotImplementedError, match="mapped by jax.vmap .of 3."):
-            jax.vmap(f)(jnp.stack([getattr(x, name)] * 3))
+            jax.eval_shape(jax.vmap(f), jnp.stack([getattr(x, name)] * 3))
     f = wrap(lambda lengths: run(tiny, cache._replace(lengths=lengths), x)[0])
     with pytest.raises(NotImplementedError, match="Batch sequences in the cache"):
-        jax.vmap(f)(jnp.stack([cache.lengths] * 3))
+        jax.eval_shape(jax.vmap(f), jnp.stack([cache.lengths] * 3))
 
 
 def test_the_reference_backend_can_be_differentiated(tiny):
@@ -428,8 +428,8 @@ def test_a_whole_step_may_be_one_branch_of_a_cond(tiny):
 
 def test_without_a_library_the_message_says_how_to_build_it(unbuilt, tiny):
     message = (
-        "libkvjax_nowhere.so is not built. Install with `pip install .` on a machine with "
-        r"a C\+\+ compiler, or use Placement\(backend='reference'\), plain JAX"
+        "libkvjax_nowhere.so is not built. Install with `pip install .` on a machine "
+        r"with a C\+\+ compiler, or use Placement\(backend='reference'\), plain JAX"
     )
     for use in (
         lambda: init_cache(tiny),

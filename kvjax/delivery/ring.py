@@ -26,6 +26,8 @@ class RingStats(NamedTuple):
     ordered_bytes: int = 0
     gap_bytes: int = 0
     slot_reuses: int = 0
+    ahead_used: int = 0
+    ahead_dropped: int = 0
     ordered_depth: int = 0
     ordered_sequence: int = 0
     ordered_moved: int = 0

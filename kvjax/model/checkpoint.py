@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from kvjax.delivery.placement import make_mesh
 from kvjax.model.transformer import (
@@ -105,8 +105,8 @@ class GgufCheckpoint(Checkpoint):
     def __init__(self, path: Path):
         try:
             reader = gguf.GGUFReader(path)
-        except ValueError as error:
-            raise ValueError(f"{path} is not a GGUF file: {error}") from error
+        except (ValueError, IndexError, KeyError) as error:
+            raise ValueError(f"{path} cannot be read as GGUF: {error}") from error
         self.path = path
         self.metadata = {key: field.contents() for key, field in reader.fields.items()}
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -150,11 +150,8 @@ class FolderCheckpoint(Checkpoint):
         self.config = hf_config(
             path, self.metadata, read_json(generation) if generation.exists() else {}
         )
-        self._files = {
-            name: safe_open(path / name, framework="numpy")
-            for name in safetensors_files(path)
-        }
-        self._file_of = {key: f for f in self._files.values() for key in f.keys()}
+        files = [open_safetensors(file) for file in safetensors_files(path)]
+        self._file_of = {key: file for file in files for key in file.keys()}
         self.shapes = {
             key: tuple(f.get_slice(key).get_shape())
             for key, f in self._file_of.items()
@@ -267,7 +264,9 @@ def arrange(
     layer = int(prefix[1]) if prefix else None
     parts = [checkpoint.read(role, layer) for role in PARTS.get(kind, (kind,))]
     parts = [part.astype(dtype, copy=False) for part in parts]
-    return (parts[0] if len(parts) == 1 else np.stack(parts)).reshape(shape)
+    if len(parts) == 1:
+        return parts[0].reshape(shape)
+    return np.stack([p.reshape(shape[0], *shape[2:]) for p in parts], axis=1)
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:
@@ -360,6 +359,9 @@ def gguf_config(
         return wanted(path, fields, f"{arch}.{key}")
 
     num_heads, width = need("attention.head_count"), need("embedding_length")
+    num_kv_heads = get("attention.head_count_kv", num_heads)
+    if isinstance(num_heads, list) or isinstance(num_kv_heads, list):
+        refuse(path, ["numbers of heads that differ by layer"])
     head_dim = get("attention.key_length", width // num_heads)
     scaling = get("rope.scaling.type", "none")
     reasons = {
@@ -379,7 +381,7 @@ def gguf_config(
     return ModelConfig(
         num_layers=need("block_count"),
         num_heads=num_heads,
-        num_kv_heads=get("attention.head_count_kv", num_heads),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         width=width,
         mlp_width=need("feed_forward_length"),
@@ -493,18 +495,25 @@ def read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def safetensors_files(path: Path) -> list[str]:
-    """Names of a directory's weight files, by its index if it has one.
+def safetensors_files(path: Path) -> list[Path]:
+    """A directory's weight files, by its index if it has one.
 
     Raises:
       ValueError: there are none, or one that the index names is missing.
     """
     index = path / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(read_json(index)["weight_map"].values()))
+        names = sorted(set(wanted(index, read_json(index), "weight_map").values()))
     else:
         names = ["model.safetensors"]
     missing = [name for name in names if not (path / name).exists()]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
-    return names
+    return [path / name for name in names]
+
+
+def open_safetensors(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read as safetensors: {error}") from error

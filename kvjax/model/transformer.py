@@ -10,6 +10,7 @@ in the weights' dtype and return float32; all else, x too, is float32.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -274,14 +275,14 @@ class Layer(nnx.Module):
         bias, qk_norm = config.qkv_bias, config.qk_norm
         self.attn_norm = weight(dtype, D, **norm)
         self.q = weight(dtype, N, H, D, split=0, std=D**-0.5)
-        self.kv = weight(dtype, 2, K, H, D, split=1, std=D**-0.5)
+        self.kv = weight(dtype, K, 2, H, D, split=0, std=D**-0.5)
         self.q_bias = weight(dtype, N, H, split=0, std=0.1) if bias else None
-        self.kv_bias = weight(dtype, 2, K, H, split=1, std=0.1) if bias else None
+        self.kv_bias = weight(dtype, K, 2, H, split=0, std=0.1) if bias else None
         self.q_norm = weight(dtype, H, **norm) if qk_norm else None
         self.k_norm = weight(dtype, H, **norm) if qk_norm else None
         self.o = weight(dtype, D, N, H, split=1, std=(N * H) ** -0.5)
         self.mlp_norm = weight(dtype, D, **norm)
-        self.gate_up = weight(dtype, 2, F, D, split=1, std=D**-0.5)
+        self.gate_up = weight(dtype, F, 2, D, split=0, std=D**-0.5)
         self.down = weight(dtype, D, F, split=1, std=F**-0.5)
 
     def __call__(
@@ -290,12 +291,12 @@ class Layer(nnx.Module):
         q, k, v = self.qkv(rms_norm(x, self.attn_norm, self.eps))
         q, k = rotate(q, rotation), rotate(k, rotation)
         y = step.attend(index, q.astype(self.q.dtype), k, v, scale=self.scale)
-        x = x + summed("BTNH,DNH->BTD", y, self.o, step.placement)
+        x = x + summed(y, self.o, step.placement, num_in=2)
 
         y = rms_norm(x, self.mlp_norm, self.eps)
-        gate_up = product("BTD,CFD->BTCF", y, self.gate_up)
-        y = jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1]
-        return x + summed("BTF,DF->BTD", y, self.down, step.placement)
+        gate_up = product(y, self.gate_up)  # [B, T, F, 2]
+        y = jax.nn.silu(gate_up[..., 0]) * gate_up[..., 1]
+        return x + summed(y, self.down, step.placement)
 
     def qkv(
         self, x: Float[Array, "B T D"]
@@ -303,12 +304,12 @@ class Layer(nnx.Module):
         Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]
     ]:
         """Queries, keys and values before RoPE."""
-        q = product("BTD,NHD->BTNH", x, self.q)
-        kv = product("BTD,CKHD->BTCKH", x, self.kv)
+        q = product(x, self.q)
+        kv = product(x, self.kv)  # [B, T, K, 2, H]
         if self.q_bias is not None:
             q = q + self.q_bias[...].astype(jnp.float32)
             kv = kv + self.kv_bias[...].astype(jnp.float32)
-        k, v = kv[:, :, 0], kv[:, :, 1]
+        k, v = kv[:, :, :, 0], kv[:, :, :, 1]
         if self.q_norm is not None:
             q = rms_norm(q, self.q_norm, self.eps)
             k = rms_norm(k, self.k_norm, self.eps)
@@ -367,7 +368,7 @@ class Transformer(nnx.Module):
             x = last(x, num_new)
         x = rms_norm(x, self.norm, self.config.norm_eps)
         head = self.embedding if self.head is None else self.head
-        return placement.constrain(product("...D,VD->...V", x, head), P()), step.end()
+        return placement.constrain(product(x, head), P()), step.end()
 
     def _check(self, placement: Placement, logits: str) -> None:
         if logits not in ("last", "all"):
@@ -408,25 +409,40 @@ def look_up(
 
 
 def product(
-    dims: str, x: Array, w: nnx.Param, sharding: NamedSharding | None = None
+    x: Float[Array, "..."],
+    w: nnx.Param,
+    *,
+    num_in: int = 1,
+    sharding: NamedSharding | None = None,
 ) -> Float[Array, "..."]:
-    """x in w's dtype, times w, in float32; true float32 (no TF32) where w is so."""
-    return jnp.einsum(
-        dims,
-        x.astype(w.dtype),
-        w[...],
+    """x [..., in] times w [out, in]: x in w's dtype, the result in float32.
+
+    As one product of two matrices: given more dimensions, XLA's CPU compiler copies w.
+
+    Args:
+      x: Its last dimensions are w's last ones.
+      w: If float32, the product is true float32, no TF32.
+      num_in: How many dimensions are multiplied away.
+      sharding: Of the product before its dimensions are restored.
+    """
+    out, within = w.shape[:-num_in], math.prod(w.shape[-num_in:])
+    y = jnp.einsum(
+        "...I,OI->...O",
+        x.astype(w.dtype).reshape(*x.shape[:-num_in], within),
+        w[...].reshape(-1, within),
         precision="highest" if w.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
         out_sharding=sharding,
     )
+    return y.reshape(*y.shape[:-1], *out)
 
 
 def summed(
-    dims: str, x: Array, w: nnx.Param, placement: Placement
+    x: Float[Array, "B T *in"], w: nnx.Param, placement: Placement, *, num_in: int = 1
 ) -> Float[Array, "B T D"]:
     """`product` over dimensions that devices share: summed, on every device."""
-    everywhere = placement.sharding(P())
-    return placement.constrain(product(dims, x, w, everywhere), P())
+    y = product(x, w, num_in=num_in, sharding=placement.sharding(P()))
+    return placement.constrain(y, P())
 
 
 def rms_norm(x: Float[Array, "..."], w: nnx.Param, eps: float) -> Float[Array, "..."]:

@@ -108,6 +108,13 @@ void TestCache::Append(int64_t layer) {
   machine_.Store(std::move(writes), layers_[layer].row_bytes);
 }
 
+void TestCache::Rewrite() {
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    for (uint64_t& version : layers_[i].versions) version += 1;
+    Fill(int64_t(i));
+  }
+}
+
 Range TestCache::Move(int64_t layer) {
   const Range old = layers_[layer].tail;
   layers_[layer].tail = machine_.Allocate(old.bytes);

@@ -56,6 +56,9 @@ class TestCache {
   std::vector<Tail> Tails() const;
   // Enqueues the step's writes to a layer.
   void Append(int64_t layer);
+  // Enqueues new contents of all stored cells, in place: another cache in the same
+  // memory.
+  void Rewrite();
   // Puts a layer's tail elsewhere, as an append does that was not donated. The old one.
   Range Move(int64_t layer);
 

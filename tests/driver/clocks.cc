@@ -101,15 +101,14 @@ class Clocks : public Machine {
     filled_[target.data] = std::make_shared<const Work>(Next(compute_));
   }
 
-  void Free(Range range) override {
+  void Free(Range range, bool late_reads) override {
     const Work work = Next(compute_);
     Block* block = Find(range.data);
-    if (!work.before.Covers(block->touched)) {
+    if (!late_reads && !work.before.Covers(block->touched)) {
       Fail("a tail is freed while a copy may read it");
     }
     block->freed = true;
   }
-
   void Finish() override { host_.Join(compute_.clock); }
 
   // What a transport does.
@@ -285,6 +284,7 @@ class LoggedTransport : public Transport {
     if (clocks_->Wait(StreamOf(stream), EventOf(event))) return Status::Ok();
     return Status::Internal("a wait on an event that was never recorded");
   }
+  bool SourcesStayMapped() const override { return emulation_.sources_stay_mapped; }
   Status Synchronize(Event event) override {
     clocks_->Synchronize(EventOf(event));
     return Status::Ok();

@@ -54,7 +54,8 @@ class Machine {
   // from (nothing if that is `cells' home`).
   virtual void Launch(std::vector<CellRead> cells, int64_t row_bytes, Range poison) = 0;
   virtual void Duplicate(Range source, Range target) = 0;
-  virtual void Free(Range range) = 0;
+  // `late_reads`: copies may still read it, as they may if host memory stays mapped.
+  virtual void Free(Range range, bool late_reads) = 0;
 
   // The host waits for the compute stream.
   virtual void Finish() = 0;

@@ -79,6 +79,7 @@ class SimulatedTransport : public Transport {
     simulation_.Enqueue(TimeOf(stream), 0);
     return Status::Ok();
   }
+  bool SourcesStayMapped() const override { return true; }
   Status Synchronize(Event event) override {
     simulation_.Await(TimeOf(event));
     return Status::Ok();
@@ -89,8 +90,10 @@ class SimulatedTransport : public Transport {
   const double copy_us_;
 };
 
-StepPlan PlanOf(const Load& load) {
+StepPlan PlanOf(const Load& load, uint64_t step) {
   StepPlan plan;
+  plan.stamp_before = step;
+  plan.stamp = step + 1;
   const int64_t cells = load.segments * kBlock;
   plan.lengths = {int32_t(cells)};
   plan.num_new = 1;
@@ -111,8 +114,6 @@ double Makespan(const Load& load, const Host& host, int64_t depth, int64_t num_s
   settings.slot_bytes = kSegmentBytes;
   settings.num_slots = num_slots;
   Ring ring(settings, std::make_unique<SimulatedTransport>(&simulation, load.copy_us));
-  ring.Prepare();
-  Status status = ring.Begin(&compute, PlanOf(load));
 
   char scratch_memory[kSegmentBytes];
   const Launch launch = [&](const char*, const std::vector<Span>&) {
@@ -123,10 +124,16 @@ double Makespan(const Load& load, const Host& host, int64_t depth, int64_t num_s
     *memory = scratch_memory;
     return Status::Ok();
   };
-  for (int64_t layer = 0; layer < load.num_layers && status.ok(); ++layer) {
-    const AttendCall call{{layer, 0}, 1, 1, kRowBytes, 0, nullptr, nullptr};
-    status = Attend(ring, &compute, call, launch, scratch);
-    simulation.Compute(compute, load.mlp_us);
+  Status status;
+  for (int64_t step = 0; step < load.num_steps && status.ok(); ++step) {
+    simulation.Await(compute);
+    ring.Prepare();
+    status = ring.Begin(&compute, PlanOf(load, uint64_t(step)));
+    for (int64_t layer = 0; layer < load.num_layers && status.ok(); ++layer) {
+      const AttendCall call{{layer, 0}, 1, 1, kRowBytes, 0, nullptr, nullptr};
+      status = Attend(ring, &compute, call, launch, scratch);
+      simulation.Compute(compute, load.mlp_us);
+    }
   }
   ring.Close();
   return status.ok() ? compute : -1;

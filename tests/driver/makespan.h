@@ -7,14 +7,16 @@
 
 namespace kvjax {
 
-// Times of one layer: `segments` x copy_us of copies against as many launches of
+// Steps of layers, each of `segments` x copy_us of copies against as many launches of
 // launch_us and mlp_us of other work.
 struct Load {
-  int64_t num_layers, segments;
+  int64_t num_steps, num_layers, segments;
   double copy_us, launch_us, mlp_us;
 
-  double copies() const { return num_layers * segments * copy_us; }
-  double compute() const { return num_layers * (segments * launch_us + mlp_us); }
+  double copies() const { return num_steps * num_layers * segments * copy_us; }
+  double compute() const {
+    return num_steps * num_layers * (segments * launch_us + mlp_us);
+  }
 };
 
 struct Host {
@@ -23,7 +25,8 @@ struct Host {
   bool is_inline;         // work is done when its call returns, as on the cpu platform
 };
 
-// Microseconds of one step through a ring; num_slots = 0: ordered, without one.
+// Microseconds of all steps through a ring; num_slots = 0: ordered, without one. Each
+// begin waits for the step before, as it must to know the lengths.
 double Makespan(const Load& load, const Host& host, int64_t depth, int64_t num_slots);
 
 }  // namespace kvjax

@@ -34,6 +34,7 @@ class Play {
  private:
   void Open(uint64_t seed);
   void Step();
+  uint64_t Change();
   void PlayIdle();
   void CloseSoon();
   void End();
@@ -41,11 +42,11 @@ class Play {
   std::vector<AttendKey> DrawAttends();
   std::vector<AttendKey> DrawCalls(const std::vector<AttendKey>& attends);
   std::vector<AttendKey> FittingSlots(std::vector<AttendKey> attends) const;
-  void Begin(const std::vector<AttendKey>& attends, bool follows);
+  void Begin(const std::vector<AttendKey>& attends, uint64_t stamp_before);
   bool Append(int64_t layer);
   bool AttendOnce(AttendKey key);
   Status AttendWatched(const AttendCall& call, int64_t fail_at, Coverage* coverage);
-  void FreeOld();
+  void FreeOld(bool late_reads);
   void CheckAttend(const Coverage& coverage, bool delivers, int64_t ordered_bytes);
   void CheckCounts();
   void Expect(bool fact, const std::string& text) {
@@ -60,6 +61,7 @@ class Play {
   const int64_t ring_id_;
   RingSettings settings_;
   std::shared_ptr<Ring> ring_;
+  bool sources_stay_mapped_ = false;
 
   std::thread closer_;
 

@@ -13,11 +13,25 @@
 namespace kvjax {
 namespace {
 
+// Unchecked by ThreadSanitizer: writes under copies that may read, and never use, what
+// is written. Those are cells in gaps between sequences, cells that the step replaces,
+// and tails that are free but mapped. What is used is compared.
+KVJAX_UNCHECKED void WriteCell(const CellWrite& cell, int64_t num_words) {
+  volatile uint32_t* words = reinterpret_cast<uint32_t*>(cell.at);
+  for (int64_t i = 0; i < num_words; ++i) words[i] = Word(cell.content, i);
+}
+
+KVJAX_UNCHECKED void PoisonUnchecked(char* data, int64_t bytes) {
+  volatile uint32_t* words = reinterpret_cast<uint32_t*>(data);
+  for (int64_t i = 0; i < bytes / 4; ++i) words[i] = kPoison;
+}
+
 // An allocation. Kept until the machine ends, so that a late access shows as poison.
 struct Block {
   explicit Block(int64_t size) : bytes(size), memory(new char[size]) {}
 
-  void Free() {
+  void Free(bool late_reads) {
+    if (late_reads) return PoisonUnchecked(memory.get(), bytes);
     freed = true;
     std::fill_n(memory.get(), bytes, char(0xff));
   }
@@ -66,7 +80,7 @@ class CheckedTransport : public EmulatedTransport {
     *memory = blocks_->Add(bytes);
     return Status::Ok();
   }
-  void Free(char* memory) override { blocks_->Find(memory)->Free(); }
+  void Free(char* memory) override { blocks_->Find(memory)->Free(false); }
 
   Status Enqueue(Stream stream, const Copy& copy, const char* source,
                  char* target) override {
@@ -88,14 +102,6 @@ class CheckedTransport : public EmulatedTransport {
   Blocks* const blocks_;
   Machine* const machine_;
 };
-
-// Unchecked by ThreadSanitizer: a delivery may copy along, and never use, cells that an
-// append is writing: gaps between sequences, and cells that the step replaces. A cell
-// that is used is compared.
-KVJAX_UNCHECKED void WriteCell(const CellWrite& cell, int64_t num_words) {
-  volatile uint32_t* words = reinterpret_cast<uint32_t*>(cell.at);
-  for (int64_t i = 0; i < num_words; ++i) words[i] = Word(cell.content, i);
-}
 
 int64_t FirstDifference(const CellRead& cell, int64_t num_words) {
   const uint32_t* words = reinterpret_cast<const uint32_t*>(cell.at);
@@ -140,8 +146,9 @@ class Streams : public Machine {
     EnqueueWork(compute_, [=] { std::copy_n(source.data, source.bytes, target.data); });
   }
 
-  void Free(Range range) override {
-    EnqueueWork(compute_, [block = blocks_.Find(range.data)] { block->Free(); });
+  void Free(Range range, bool late_reads) override {
+    EnqueueWork(compute_,
+                [=, block = blocks_.Find(range.data)] { block->Free(late_reads); });
   }
 
   void Finish() override {

@@ -1,0 +1,257 @@
+"""Makes docs/results.md and its pictures out of docs/results/*.json, and nothing else.
+
+    python experiments/report.py
+
+Every figure in that page is in one of the files, with the commit, the GPU, the versions
+and the command that made it. The rows of an experiment that isn't known here are shown
+as they are.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import figures
+from absl import app, flags, logging
+from goals import MODEL, goals
+
+from kvjax.config import MIB
+
+GB, MS = 1e9, 1e3
+KEYS = ("experiment", "commit", "gpu", "versions", "command", "rows")
+INTRODUCTION = """\
+# Results
+
+Made by `python experiments/report.py` from the files in [results](results); each
+section says which, and with which command and commit it was made. A + behind a commit:
+tracked files differed from it.
+
+A step must bring the live bytes of the tail over the link, and compute. The *floor* is
+those bytes over the rate of a raw pinned copy in pieces of 64 MiB, measured in the same
+process; the *bound* is the larger of the floor and of the device-resident step of the
+same run; the *share* is bound / measured, the *gain* is over the ordered arm. Times are
+ms a token of a loop that waits only at its end, medians of runs in A/B/B/A order; the
+spread is from the least to the most. *Waiting* is a loop that waits for every token.
+No time is shown unless all arms of kvjax drew the same tokens in every run (xla, which
+rounds elsewhere: at least three quarters of them, fed one by one).
+"""
+DECODE = {  # heading: (key, format)
+    "cells": ("cells", "{:,}"),
+    "batch": ("batch", "{}"),
+    "arm": ("label", "{}"),
+    "ms": ("ms", "{:.2f}"),
+    "spread": ("spread", "{:.1%}"),
+    "waiting": ("blocking_ms", "{:.2f}"),
+    "tail GB": ("gb", "{:.3f}"),
+    "floor": ("floor_ms", "{:.2f}"),
+    "bound": ("bound_ms", "{:.2f}"),
+    "share": ("share", "{:.3f}"),
+    "gain": ("gain", "{:.2f}x"),
+    "GB/s": ("rate", "{:.1f}"),
+    "ring MiB": ("ring_mib", "{:.1f}"),
+    "XLA temp MiB": ("temp_mib", "{:.0f}"),
+    "GPU memory GiB": ("memory_gib", "{:.1f}"),
+}
+ATTENTION = {
+    "cells": ("cells", "{:,}"),
+    "batch": ("batch", "{}"),
+    "arm": ("arm", "{}"),
+    "ms a pass": ("ms", "{:.3f}"),
+    "spread": ("spread", "{:.1%}"),
+    "GB": ("gb", "{:.2f}"),
+    "GB/s": ("rate", "{:,.1f}"),
+    "share of memory's or link's rate": ("share", "{:.3f}"),
+    "stand-alone ms": ("standalone_ms", "{:.3f}"),
+}
+PEERS = {
+    "cells": ("cells", "{:,}"),
+    "batch": ("batch", "{}"),
+    "arm": ("arm", "{}"),
+    "ms": ("ms", "{:.2f}"),
+    "spread": ("spread", "{:.1%}"),
+    "waiting": ("blocking_ms", "{:.2f}"),
+    "live GB": ("gb", "{:.3f}"),
+    "floor": ("floor_ms", "{:.2f}"),
+    "over kvjax pipelined": ("over", "{:.2f}x"),
+}
+ADVICE = {
+    "cells": ("cells", "{:,}"),
+    "batch": ("batch", "{}"),
+    "budget GiB": ("budget_gib", "{:.2f}"),
+    "advised device cells": ("device_cells", "{:,}"),
+    "predicted ms": ("token_ms", "{:.2f}"),
+    "measured ms": ("ms", "{:.2f}"),
+    "why": ("reason", "{}"),
+}
+
+FOLDER = flags.DEFINE_string("results", "docs/results", "Folder of the JSON files.")
+PAGE = flags.DEFINE_string("page", "docs/results.md", "Page to write.")
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    try:
+        run(folder=Path(FOLDER.value), page=Path(PAGE.value))
+    except ValueError as error:
+        logging.debug("traceback", exc_info=True)
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(*, folder: Path, page: Path) -> None:
+    found = {path: read(path) for path in sorted(folder.glob("*.json"))}
+    if not found:
+        raise ValueError(f"there is no JSON in {folder}: run an experiment with --json")
+    lines = [INTRODUCTION, *summary(list(found.values()))]
+    for path, one in found.items():
+        lines += ["", *section(path, one, list(found.values()), page)]
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{page}: {len(found)} results")
+
+
+def read(path: Path) -> dict:
+    try:
+        one = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    missing = [key for key in KEYS if key not in one]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}")
+    return one
+
+
+def summary(found: list[dict]) -> Iterator[str]:
+    """The goals and whether they are met; nothing if no result is of their kind."""
+    if not any(one.get("model") == MODEL and one["gpu"] for one in found):
+        return
+    yield "## Goals\n"
+    yield f"One NVIDIA H200, the geometry of {MODEL}, random bf16 weights, bf16 cells."
+    yield "The worst measured row counts.\n"
+    yield "| figure | goal | measured | met |"
+    yield "|---|---|---|---|"
+    for goal in goals(found):
+        bar = (
+            f"at least {goal.least:g}"
+            if goal.most is None
+            else f"at most {goal.most:g}"
+        )
+        value = "" if goal.value is None else f"{goal.value:.3f}"
+        yield f"| {goal.what} | {bar} | {value} | {goal.met} |"
+
+
+def section(path: Path, one: dict, found: list[dict], page: Path) -> Iterator[str]:
+    yield f"## {path.stem.replace('_', ' ')}\n"
+    yield from facts(path, one, page)
+    known = {
+        "bench_decode": decode,
+        "bench_attention": lambda one, *_: table(map(derived, one["rows"]), ATTENTION),
+        "hf_offload": peers,
+        "advise": lambda one, *_: table(map(derived, one["rows"]), ADVICE),
+    }
+    yield from known.get(one["experiment"], plain)(one, found, path, page)
+
+
+def facts(path: Path, one: dict, page: Path) -> Iterator[str]:
+    """Where it was measured, with what, and how to do it again."""
+    versions = ", ".join(f"{k} {v}" for k, v in one["versions"].items() if v)
+    driver = f", driver {one['driver']}" if one.get("driver") else ""
+    yield f"- [{path.name}]({link(path, page)}), commit `{one['commit']}`"
+    yield f"- `{one['command']}`"
+    yield f"- {one['gpu'] or one.get('cpu') or 'CPU'}{driver}; {versions}"
+    measured = {"link": "link_bytes_s", "memory": "read_bytes_s"}
+    rates = [
+        f"{name} {one[key] / GB:,.1f} GB/s"
+        for name, key in measured.items()
+        if one.get(key)
+    ]
+    named = [one[key] for key in ("model", "dtype") if one.get(key)]
+    yield f"- {', '.join([*named, *rates])}\n"
+
+
+def link(path: Path, page: Path) -> str:
+    return Path(os.path.relpath(path, page.parent)).as_posix()
+
+
+def decode(one: dict, found: list[dict], path: Path, page: Path) -> Iterator[str]:
+    if one["rows"]:
+        yield from table(map(derived, one["rows"]), DECODE)
+        yield ""
+    for row in one["rows"]:
+        if row["arm"] == "pipelined":
+            name = f"{row['cells']:,} cells x {row['batch']}, {row['label']}"
+            yield f"- {name}: {row['verdict']}"
+    for error in one.get("errors", ()):
+        yield f"- **no result**: {error}"
+    if len({row["cells"] for row in one["rows"]}) > 1:
+        picture = path.with_suffix(".png")
+        theirs = [
+            other
+            for other in found
+            if other["experiment"] == "hf_offload" and other["model"] == one["model"]
+        ]
+        figures.draw_decode([one], str(picture), theirs)
+        yield f"\n![ms a token over cells]({link(picture, page)})"
+
+
+def peers(one: dict, found: list[dict], path: Path, page: Path) -> Iterator[str]:
+    """Each row over the fastest pipelined one of the same model, GPU and cells."""
+    own: dict[tuple, float] = {}
+    for other in found:
+        same = other["experiment"] == "bench_decode" and other["gpu"] == one["gpu"]
+        if same and other["model"] == one["model"]:
+            for row in other["rows"]:
+                if row["arm"] == "pipelined" and row["device_cells"] == 0:
+                    key = row["cells"], row["batch"]
+                    own[key] = min(row["ms"], own.get(key, row["ms"]))
+    rows = []
+    for row in one["rows"]:
+        ours = own.get((row["cells"], row["batch"]))
+        rows.append(derived(row) | {"over": ours and row["ms"] / ours})
+    yield from table(rows, PEERS)
+
+
+def plain(one: dict, *_) -> Iterator[str]:
+    """All keys of all rows."""
+    names = dict.fromkeys(key for row in one["rows"] for key in row)
+    yield from table(one["rows"], {name: (name, "{}") for name in names})
+
+
+def derived(row: dict) -> dict:
+    """The row with its figures in the tables' units."""
+    made = dict(row)
+    if row.get("live_bytes") is not None and row.get("ms"):
+        made["gb"] = row["live_bytes"] / GB
+        made["rate"] = row["live_bytes"] / row["ms"] * MS / GB or None
+    for name, key, unit in (
+        ("ring_mib", "ring_bytes", MIB),
+        ("temp_mib", "temp_bytes", MIB),
+        ("memory_gib", "device_memory", 1 << 30),
+        ("budget_gib", "budget_bytes", 1 << 30),
+    ):
+        if row.get(key) is not None:
+            made[name] = row[key] / unit
+    return made
+
+
+def table(rows, columns: dict[str, tuple[str, str]]) -> Iterator[str]:
+    """Markdown; what a row lacks stays empty, a column that all lack is left out."""
+    rows = list(rows)
+    shown = {
+        heading: (key, form)
+        for heading, (key, form) in columns.items()
+        if any(row.get(key) is not None for row in rows)
+    }
+    yield f"| {' | '.join(shown)} |"
+    yield f"|{'---|' * len(shown)}"
+    for row in rows:
+        values = [(row.get(key), form) for key, form in shown.values()]
+        cells = ["" if value is None else form.format(value) for value, form in values]
+        yield f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    app.run(main)
