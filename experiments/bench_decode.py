@@ -19,10 +19,9 @@ cost 78 ms a token to copy.
 import itertools
 import json
 import os
-import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -33,6 +32,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
+from decode_rows import (
+    Arm,
+    Case,
+    Run,
+    TokensDiffer,
+    check_near,
+    check_same,
+    make_rows,
+    since,
+    table,
+)
 from jax.sharding import Mesh
 from tqdm import tqdm
 from xla_alone import PlainTransformer
@@ -43,7 +53,7 @@ from kvjax.config import CACHE_DTYPES, MIB, CacheConfig, RingConfig
 from kvjax.delivery.allocate import available_host_bytes, check_host, footprint
 from kvjax.delivery.placement import Placement, make_mesh
 from kvjax.delivery.plan import Decline, plan_ring
-from kvjax.delivery.ring import Ring, RingStats
+from kvjax.delivery.ring import Ring
 from kvjax.generate import Decoder
 from kvjax.measurement import (
     PIECE_BYTES,
@@ -65,12 +75,9 @@ from kvjax.model.transformer import (
     random_model,
     split,
 )
-from kvjax.shapes import BLOCK
 
 ARMS = ("device", "ordered", "pipelined", "xla")
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
-MS = 1e3
-AGREE = 0.75  # of xla's tokens: it rounds elsewhere, which turns near ties
 
 GEOMETRY = flags.DEFINE_enum(
     "geometry", "tiny", list(GEOMETRIES), "Random weights of this geometry."
@@ -115,49 +122,6 @@ PLOT = flags.DEFINE_string("plot", None, "Draws ms a token over cells in this fi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One way to decode: which of ARMS, where cells lie, and the ring's settings."""
-
-    name: str
-    device_cells: str | None = None  # as --device_cells; None = all
-    ring: RingConfig | None = None  # of ordered and pipelined
-
-    @property
-    def label(self) -> str:
-        where = "" if self.device_cells in ("0", None) else f" +{self.device_cells}"
-        if self.name != "pipelined":
-            return self.name + where
-        slots = self.ring.budget // self.ring.slot_bytes
-        size = f"{slots} x {self.ring.slot_bytes / MIB:g} MiB"
-        return f"pipelined{where}, {size}, depth {self.ring.depth}"
-
-    @property
-    def plain(self) -> bool:
-        return self.name == "xla"
-
-    def cells_on_device(self, case: "Case") -> int | None:
-        if self.device_cells != "half":
-            return None if self.device_cells is None else int(self.device_cells)
-        return round(case.cells / 2 / BLOCK) * BLOCK
-
-    def open_ring(self, placement: Placement) -> AbstractContextManager[Ring | None]:
-        return nullcontext() if self.ring is None else Ring.open(placement, self.ring)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """What all arms decode: so many cells in so many sequences."""
-
-    cells: int
-    lengths: tuple[int, ...]
-    capacity: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.cells:,} cells x {len(self.lengths)}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Effort:
     """How long to measure; see the flags."""
 
@@ -171,23 +135,6 @@ class Effort:
         return WARMUP + self.tokens + self.waiting
 
 
-class Run(NamedTuple):
-    """One arm, once."""
-
-    step_s: float
-    waiting_s: list[float]
-    tokens: np.ndarray  # [steps, B], those of the warm-up among them
-    delivered: RingStats | None  # in the timed steps
-    ring_bytes: int
-    ring_driver_bytes: int  # by which the driver's free bytes fell
-    used_bytes: int  # of device memory, as the driver says
-
-    @property
-    def steps(self) -> int:
-        """That were timed."""
-        return len(self.tokens) - WARMUP - len(self.waiting_s)
-
-
 class Program(NamedTuple):
     """A compiled step and the placement of its cells; rings are opened beside it."""
 
@@ -196,10 +143,6 @@ class Program(NamedTuple):
     first: jax.Array  # [B], fed first
     temp_bytes: int  # of device memory that XLA takes for a step
     compile_s: float
-
-
-class TokensDiffer(Exception):
-    """An arm drew other tokens: its times mean nothing."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -335,7 +278,8 @@ class Bench:
                 runs[arm].append(self.run(programs[arm], arm, case))
                 bar.update()
         agreed = self.check_tokens(runs, programs, case)
-        rows = make_rows(runs, agreed, case, self.config, self.dtype, self.link)
+        per_cell = cell_bytes(cache_config(arms[0], case, self.config, self.dtype))
+        rows = make_rows(runs, agreed, case, per_cell, self.link)
         for row, arm in zip(rows, arms, strict=True):
             row["temp_bytes"] = programs[arm].temp_bytes
             row["compile_s"] = programs[arm].compile_s
@@ -381,8 +325,9 @@ class Bench:
         device = self.mesh.devices.flat[0]
         before = device_memory(device)
         cache = self.rewound(program, case)
-        with arm.open_ring(program.placement) as ring:
+        with open_ring(arm, program.placement) as ring:
             warm = run_steps(program.step, program.first, cache, WARMUP)
+            check_ring(arm, ring)
             start = ring.stats() if ring else None
             timed = run_steps(
                 program.step, warm.drawn[-1], warm.cache, self.effort.tokens
@@ -410,7 +355,7 @@ class Bench:
         return rewind(place, self.caches[place], case.lengths)
 
     def feed(self, program: Program, case: Case, tokens: np.ndarray) -> np.ndarray:
-        """What a program draws after each of these tokens [steps, B], its own unused."""
+        """What a program draws if it is fed these tokens [steps, B], not its own."""
         cache = self.rewound(program, case)
         drawn, fed = [], program.first
         for row in tokens:
@@ -423,189 +368,33 @@ class Bench:
     def check_tokens(
         self, runs: dict[Arm, list[Run]], programs: dict[Arm, Program], case: Case
     ) -> dict[Arm, float | None]:
-        """The share of tokens in which each arm agrees with the first of kvjax's arms.
+        """The share of tokens in which each arm agrees; None if nothing can tell.
 
-        kvjax's own must draw the same ones in every run. xla is fed them one by one, so
-        that a near tie which its rounding turns doesn't change what comes after.
+        xla is fed kvjax's tokens one by one, so that a near tie which its rounding
+        turns doesn't change what comes after.
 
         Raises:
           TokensDiffer: an arm doesn't draw them.
         """
-        own = [(arm, run) for arm in runs if not arm.plain for run in runs[arm]]
-        agreed = {arm: 1.0 if own else None for arm in runs}
-        for arm, run in own:
-            if not np.array_equal(run.tokens, own[0][1].tokens):
-                step = np.argwhere((run.tokens != own[0][1].tokens).any(axis=1))[0, 0]
-                raise TokensDiffer(
-                    f"{arm.label} drew {run.tokens[step].tolist()} in step {step}, "
-                    f"{own[0][0].label} {own[0][1].tokens[step].tolist()}"
-                )
-        for arm in [arm for arm in runs if arm.plain and own]:
-            wanted = own[0][1].tokens
-            drawn = self.feed(programs[arm], case, wanted)
-            agreed[arm] = float((drawn == wanted).mean())
-            if agreed[arm] < AGREE:
-                raise TokensDiffer(
-                    f"{arm.label} drew {agreed[arm]:.0%} of {own[0][0].label}'s tokens"
-                )
+        wanted = check_same(runs)
+        if wanted is None:
+            return dict.fromkeys(runs)
+        agreed = dict.fromkeys(runs, 1.0)
+        for arm in runs:
+            if arm.plain:
+                drawn = self.feed(programs[arm], case, wanted)
+                agreed[arm] = check_near(arm, drawn, wanted)
         return agreed
 
 
-def since(start: RingStats, end: RingStats) -> RingStats:
-    return RingStats(*(b - a for a, b in zip(start, end, strict=True)))
+def open_ring(arm: Arm, placement: Placement) -> AbstractContextManager[Ring | None]:
+    return nullcontext() if arm.ring is None else Ring.open(placement, arm.ring)
 
 
-def make_rows(
-    runs: dict[Arm, list[Run]],
-    agreed: dict[Arm, float | None],
-    case: Case,
-    config: ModelConfig,
-    dtype: str,
-    link: float,
-) -> list[dict]:
-    """A row for each arm: what was measured, the bound, and the verdict."""
-    ms = {arm: MS * statistics.median(r.step_s for r in runs[arm]) for arm in runs}
-    device_ms = next((ms[arm] for arm in runs if arm.name == "device"), None)
-    ordered_ms = {a.device_cells: ms[a] for a in runs if a.name == "ordered"}
-    rows = []
-    for arm in runs:
-        live = live_bytes(arm, runs[arm][0], case, config, dtype)
-        floor_ms = MS * live / link
-        bound_ms = None if arm.name == "device" else max(floor_ms, device_ms or 0.0)
-        row = {
-            "arm": arm.name,
-            "label": arm.label,
-            "cells": case.cells,
-            "batch": len(case.lengths),
-            "shortest": min(case.lengths),
-            "longest": max(case.lengths),
-            "capacity": case.capacity,
-            "device_cells": arm.cells_on_device(case),
-            "ms": ms[arm],
-            "spread": spread([r.step_s for r in runs[arm]]),
-            "runs_ms": [MS * r.step_s for r in runs[arm]],
-            "blocking_ms": blocking_ms(runs[arm]),
-            "live_bytes": live,
-            "floor_ms": floor_ms,
-            "bound_ms": bound_ms,
-            "share": None if bound_ms is None else bound_ms / ms[arm],
-            "device_ms": device_ms,
-            "gain": ratio(ordered_ms.get(arm.device_cells), ms[arm]),
-            "agreed": agreed[arm],
-            **ring_facts(arm, runs[arm]),
-        }
-        row["verdict"] = verdict(row, link)
-        rows.append(row)
-    return rows
-
-
-def live_bytes(
-    arm: Arm, run: Run, case: Case, config: ModelConfig, dtype: str
-) -> float:
-    """Bytes of tail that a timed step must bring: the ring's count, or the cells'."""
-    if run.delivered is not None:
-        return (run.delivered.early_bytes + run.delivered.ordered_bytes) / run.steps
-    if arm.device_cells is None:
-        return 0.0
-    placed = cache_config(arm, case, config, dtype)
-    grown = WARMUP + (run.steps - 1) / 2
-    return cell_bytes(placed) * sum(length + grown for length in case.lengths)
-
-
-def blocking_ms(runs: list[Run]) -> float | None:
-    waited = [seconds for run in runs for seconds in run.waiting_s]
-    return MS * statistics.median(waited) if waited else None
-
-
-def ring_facts(arm: Arm, runs: list[Run]) -> dict:
-    """Settings and counts of a ring; what the driver says is that of the last run."""
-    facts = {
-        "ring_bytes": runs[-1].ring_bytes,
-        "ring_driver_bytes": runs[-1].ring_driver_bytes,
-        "device_memory": runs[-1].used_bytes,
-    }
-    if arm.ring is None:
-        return facts
-    counts = runs[-1].delivered
-    return facts | {
-        "depth": arm.ring.depth,
-        "slot_bytes": arm.ring.slot_bytes,
-        "budget_bytes": arm.ring.budget,
-        "early_share": ratio(
-            counts.early_bytes, counts.early_bytes + counts.ordered_bytes
-        ),
-        "gap_bytes": counts.gap_bytes / runs[-1].steps,
-        "counts": {name: n for name, n in counts._asdict().items() if n},
-    }
-
-
-def ratio(a: float | None, b: float) -> float | None:
-    return None if a is None or not b else a / b
-
-
-def spread(values: Sequence[float]) -> float:
-    """From the least to the most, as a share of the median."""
-    return (max(values) - min(values)) / statistics.median(values)
-
-
-def verdict(row: dict, link: float) -> str:
-    """What bounds this arm, in words, and what would help."""
-    ms, floor_ms, device_ms = row["ms"], row["floor_ms"], row["device_ms"]
-    if row["arm"] == "device":
-        return f"computing takes {ms:.2f} ms a token"
-    if device_ms is not None and floor_ms < device_ms:
-        return (
-            f"compute-bound: copies of {floor_ms:.2f} ms could hide behind "
-            f"{device_ms:.2f} ms of computing; a token takes {ms:.2f} ms"
-        )
-    rate = row["live_bytes"] / ms * MS
-    words = f"copy-bound: {rate / GB:.1f} of {link / GB:.1f} GB/s"
-    if device_ms is None:
-        return words + "; without the arm device the bound is the copy alone"
-    tail = row["longest"] - row["device_cells"]
-    more = min(max(round(tail / 4 / BLOCK), 1) * BLOCK, tail)
-    saved = min(ms * more / tail, ms - device_ms)
-    return (
-        f"{words}; keeping {more:,} more cells on the device would save "
-        f"{saved:.1f} ms a token"
-    )
-
-
-COLUMNS = {  # heading: (key, format)
-    "ms": ("ms", "{:.3f}"),
-    "spread": ("spread", "{:.1%}"),
-    "waiting": ("blocking_ms", "{:.3f}"),
-    "tail GB": ("gb", "{:.3f}"),
-    "floor": ("floor_ms", "{:.3f}"),
-    "bound": ("bound_ms", "{:.3f}"),
-    "share": ("share", "{:.3f}"),
-    "gain": ("gain", "{:.2f}x"),
-    "GB/s": ("rate", "{:.1f}"),
-    "ring MiB": ("ring_mib", "{:.1f}"),
-    "temp MiB": ("temp_mib", "{:.0f}"),
-    "used GiB": ("memory_gib", "{:.2f}"),
-    "tokens": ("agreed", "{:.0%}"),
-}
-
-
-def table(case: Case, rows: list[dict]) -> Iterator[str]:
-    """Lines for a person: ms a token of each arm, and the verdicts."""
-    width = max(len(row["label"]) for row in rows)
-    yield f"\n{case.name}, capacity {case.capacity:,}; ms a token"
-    yield " " * width + "".join(f"{heading:>10}" for heading in COLUMNS)
-    for row in rows:
-        shown = row | {
-            "gb": row["live_bytes"] / GB,
-            "rate": row["live_bytes"] / row["ms"] * MS / GB,
-            "ring_mib": row["ring_bytes"] / MIB,
-            "temp_mib": row["temp_bytes"] / MIB,
-            "memory_gib": row["device_memory"] / (1 << 30),
-        }
-        values = [(shown[key], form) for key, form in COLUMNS.values()]
-        cells = ["" if value is None else form.format(value) for value, form in values]
-        yield f"{row['label']:{width}}" + "".join(f"{cell:>10}" for cell in cells)
-    for row in rows:
-        yield f"{row['label']}: {row['verdict']}"
+def check_ring(arm: Arm, ring: Ring | None) -> None:
+    """Raises ValueError if a pipelined arm's ring was declined once it ran."""
+    if arm.name == "pipelined" and ring.declines():
+        raise ValueError(f"{arm.label} got no ring: {set(ring.declines().values())}")
 
 
 def make_rings(

@@ -177,7 +177,12 @@ class ControlDiffers(Exception):
     """The control run twice gave two results: nothing can be told from it."""
 
 
+# Changes an arm's cache once the prompts are in it, to prove that this is found.
 Disturb = Callable[[Arm, Cache], Cache]
+
+
+def untouched(arm: Arm, cache: Cache) -> Cache:
+    return cache
 
 
 class Runner:
@@ -189,20 +194,12 @@ class Runner:
       model: Over `mesh`.
       mesh: The devices.
       dtype: Of the cache.
-      disturb: Changes an arm's cache once the prompts are in it; to prove that a
-        changed cell is found.
     """
 
-    def __init__(
-        self,
-        model: Transformer,
-        mesh: Mesh,
-        dtype: str,
-        disturb: Disturb = lambda arm, cache: cache,
-    ):
+    def __init__(self, model: Transformer, mesh: Mesh, dtype: str):
         self.dtype = dtype
         self.weights = model.embedding.dtype.name
-        self._model, self._mesh, self._disturb = model, mesh, disturb
+        self._model, self._mesh = model, mesh
         self._decoders: dict[Placement, Decoder] = {}
 
     def decoder(self, arm: Arm) -> Decoder:
@@ -226,6 +223,7 @@ class Runner:
         arm: Arm,
         prompts: Sequence[Sequence[int]],
         fed: np.ndarray | None = None,
+        disturb: Disturb = untouched,
     ) -> Outcome:
         """Takes the prompts, then NEW_TOKENS steps.
 
@@ -233,6 +231,7 @@ class Runner:
           arm: How.
           prompts: Token ids of each sequence.
           fed: Tokens [steps, B] to feed in place of those that are drawn.
+          disturb: Has the cache between the prompts and the steps.
         """
         decoder = self.decoder(arm)
         placement = decoder.placement
@@ -240,7 +239,7 @@ class Runner:
             feed = Feed(decoder, init_cache(placement))
             for tokens, num_new in chunks(prompts, arm.chunk):
                 feed(tokens, num_new)
-            feed.cache = self._disturb(arm, feed.cache)
+            feed.cache = disturb(arm, feed.cache)
             drawn, logits = [], []
             for step in range(NEW_TOKENS):
                 logits.append(np.asarray(feed.logits))
@@ -300,7 +299,11 @@ def live_bytes(placement: Placement, lengths: np.ndarray) -> int:
 
 
 def compare(
-    runner: Runner, arms: Sequence[Arm], name: str, prompts: Sequence[Sequence[int]]
+    runner: Runner,
+    arms: Sequence[Arm],
+    name: str,
+    prompts: Sequence[Sequence[int]],
+    disturb: Disturb = untouched,
 ) -> Iterator[Row]:
     """Plays the control twice, then every arm against it; a row of each.
 
@@ -309,12 +312,13 @@ def compare(
       arms: The control first.
       name: Of the prompts.
       prompts: Token ids of each task.
+      disturb: See Runner.play.
 
     Raises:
       ControlDiffers: the control's two runs differ.
     """
     first, *others = arms
-    control, again = (runner.play(first, prompts) for _ in range(2))
+    control, again = (runner.play(first, prompts, None, disturb) for _ in range(2))
     if control.hashes != again.hashes:
         raise ControlDiffers(
             f"the control ({first.name}) of {name} prompts and a {runner.dtype} cache "
@@ -323,7 +327,8 @@ def compare(
     yield judge(runner, first, name, control, control)
     for arm in others:
         fed = None if arm.exact else control.tokens
-        yield judge(runner, arm, name, runner.play(arm, prompts, fed), control)
+        got = runner.play(arm, prompts, fed, disturb)
+        yield judge(runner, arm, name, got, control)
 
 
 def judge(runner: Runner, arm: Arm, name: str, got: Outcome, control: Outcome) -> Row:
@@ -499,9 +504,9 @@ def run(
     dtypes: Sequence[str],
     weights: str | None,
     json_path: str | None,
-    disturb: Disturb = lambda arm, cache: cache,
+    disturb: Disturb = untouched,
 ) -> int:
-    """Plays all arms and prints the table; the exit code. `disturb`: see Runner."""
+    """Plays all arms and prints the table; returns the exit code."""
     check_json_path(json_path)
     mesh = make_mesh()
     device = mesh.devices.flat[0]
@@ -525,9 +530,9 @@ def run(
     }
     print(*header(found, device), sep="\n", flush=True)
     for dtype in dtypes:
-        runner = Runner(model, mesh, dtype, disturb)
+        runner = Runner(model, mesh, dtype)
         for what, batch in prompts.items():
-            for row in compare(runner, arms, what, batch):
+            for row in compare(runner, arms, what, batch, disturb):
                 found["rows"].append(asdict(row))
                 print(line(row), flush=True)
     if json_path is not None:

@@ -36,7 +36,7 @@ def draw_decode(found: Sequence[dict], path: str, peers: Sequence[dict] = ()) ->
         own = first.setdefault(arm, label) == label and arm in COLORS
         color = COLORS[arm] if own else next(spare)
         axes.plot(cells, ms, marker="o", color=color, label=label)
-    bounds = {r["cells"]: r["bound_ms"] for r in rows if r["arm"] == "pipelined"}
+    bounds = {r["cells"]: r["bound_ms"] for r in rows if r["device_cells"] == 0}
     if bounds:
         cells = sorted(bounds)
         axes.plot(cells, [bounds[c] for c in cells], "k--", label="bound", zorder=1)

@@ -58,7 +58,7 @@ DEPTH = flags.DEFINE_integer(
 BUDGET_MIB = flags.DEFINE_float(
     "budget_mib", 64, "The most a ring takes of a device; 0 = no ring.", lower_bound=0
 )
-SLOT_MIB = flags.DEFINE_float("slot_mib", 8, "Size of a ring's slot.", lower_bound=0)
+SLOT_MIB = flags.DEFINE_float("slot_mib", 16, "Size of a ring's slot.", lower_bound=0)
 CHUNK = flags.DEFINE_integer(
     "chunk", 256, "Prompt tokens that one prefill call takes.", lower_bound=1
 )

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -171,10 +172,13 @@ def make_cells(placement: Placement) -> tuple[LayerCells, ...]:
             values[...] = denormal(values)
         split = config.layer_device_cells[layer]
         parts = zip((records[:, :split], records[:, split:]), where, strict=True)
-        layers.append(
-            LayerCells(*(None if s is None else jax.device_put(x, s) for x, s in parts))
-        )
+        layers.append(LayerCells(*(put(x, s) if s else None for x, s in parts)))
     return tuple(layers)
+
+
+def put(x: np.ndarray, sharding: NamedSharding) -> Array:
+    """A copy: XLA would not write in place to memory that NumPy owns."""
+    return jax.device_put(x, sharding, may_alias=False)
 
 
 def run(
@@ -197,7 +201,7 @@ def run(
     shardings = placement.cache_shardings()
     cache = Cache(
         cells,
-        jax.device_put(np.array(LENGTHS, np.int32), shardings.lengths),
+        put(np.array(LENGTHS, np.int32), shardings.lengths),
         jnp.zeros((1, 2), jnp.uint32, device=shardings.stamp),
     )
     rows = jax.device_put(rows, placement.sharding(P()))

@@ -35,7 +35,7 @@ same run; the *share* is bound / measured, the *gain* is over the ordered arm. T
 ms a token of a loop that waits only at its end, medians of runs in A/B/B/A order; the
 spread is from the least to the most. *Waiting* is a loop that waits for every token.
 No time is shown unless all arms of kvjax drew the same tokens in every run (xla, which
-rounds elsewhere: at least three quarters of them, fed one by one).
+rounds elsewhere: at least half of them, fed one by one).
 """
 DECODE = {  # heading: (key, format)
     "cells": ("cells", "{:,}"),

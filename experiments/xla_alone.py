@@ -11,13 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.formats import decode, encode
 from kvjax.cache.state import Cache, LayerCells
 from kvjax.delivery.placement import Placement
-from kvjax.model.transformer import (
-    Transformer,
-    look_up,
-    product,
-    rms_norm,
-    rotations,
-)
+from kvjax.model.transformer import Transformer
 
 
 class PlainStep:
@@ -28,6 +22,17 @@ class PlainStep:
         self.positions = cache.lengths[:, None]
         self._cache = cache
         self._layers = list(cache.layers)
+
+    @classmethod
+    def begin(
+        cls,
+        placement: Placement,
+        cache: Cache,
+        tokens: Int[Array, "B 1"],
+        num_new: Int[Array, " B"],
+    ) -> tuple[Int[Array, "B 1"], "PlainStep"]:
+        """Every sequence has a new token: num_new isn't looked at."""
+        return tokens, cls(placement, cache)
 
     def attend(
         self,
@@ -52,17 +57,9 @@ class PlainStep:
 
 
 class PlainTransformer(Transformer):
-    """The same model, each step a PlainStep; takes one new token of each sequence."""
+    """The same model, each step a PlainStep."""
 
-    def __call__(self, tokens, cache, placement, num_new=None, *, logits="last"):
-        step = PlainStep(placement, cache)
-        x = look_up(self.embedding, tokens, placement)
-        rotation = rotations(self.config, step.positions)
-        for index, layer in enumerate(self.layers):
-            x = layer(index, x, rotation, step)
-        x = rms_norm(x[:, 0], self.norm, self.config.norm_eps)
-        head = self.embedding if self.head is None else self.head
-        return product("BD,VD->BV", x, head), step.end()
+    step_type = PlainStep
 
 
 def write(

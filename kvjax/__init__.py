@@ -4,7 +4,7 @@ Here are the names that most programs need. The loop is in `kvjax.generate`, mod
 checkpoints and tokenizers are in `kvjax.model`. Importing kvjax starts no backend.
 """
 
-from kvjax.advice import advise
+from kvjax.advice import Costs, advise
 from kvjax.cache.state import Cache, LayerCells, cache_bytes, reset
 from kvjax.config import CacheConfig, RingConfig
 from kvjax.delivery.allocate import footprint, init_cache
@@ -16,6 +16,7 @@ from kvjax.model.attention import Step
 __all__ = [
     "Cache",
     "CacheConfig",
+    "Costs",
     "LayerCells",
     "Placement",
     "Ring",

@@ -130,7 +130,7 @@ class RingConfig:
 
     depth: int = 1
     budget_bytes: int | None = None
-    slot_bytes: int = 8 * MIB
+    slot_bytes: int = 16 * MIB
     headroom_bytes: int = 64 * MIB
 
     def __post_init__(self):

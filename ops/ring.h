@@ -41,7 +41,7 @@ namespace kvjax {
 // Slots that a ring needs at least: the one being read and a margin of two, so that a
 // copy runs while kernels hold others. With fewer, output stays right and overlap is lost.
 constexpr int64_t kMinSlots = 3;
-constexpr int64_t kDefaultSlotBytes = 8 << 20;
+constexpr int64_t kDefaultSlotBytes = 16 << 20;
 // Steps without a live tail cell after which a ring's memory is given back.
 constexpr int64_t kIdleSteps = 256;
 

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
 
 from kvjax.cache.state import Cache, LayerCells
@@ -48,7 +49,7 @@ class Case(NamedTuple):
     """A program. Its name: function, placement, devices, whether the cache is donated.
 
     Attributes:
-      function: "step" (T = 1), "prefill" (T = CHUNK) or "steps" (a while loop of T = 1).
+      function: "step" (T = 1), "prefill" (T = CHUNK) or "steps" (a loop of T = 1).
       placement: A key of DEVICE_CELLS.
       num_devices: Of the mesh; they split the heads.
       donated: False = the outermost jit keeps the cache.
@@ -147,6 +148,28 @@ def abstract_cache(placement: Placement) -> Cache:
     return Cache(layers, lengths, stamp)
 
 
+def arguments(case: Case, placement: Placement) -> tuple[dict, dict]:
+    """Of the decoder's function behind leaves and cache: shapes, then static ones."""
+
+    def small(*shape: int, dtype) -> jax.ShapeDtypeStruct:
+        return array(shape, dtype, placement.sharding(P()))
+
+    if case.function == "prefill":
+        return {
+            "tokens": small(1, CHUNK, dtype=jnp.int32),
+            "num_new": small(1, dtype=jnp.int32),
+            "logits": small(1, MODEL.vocab_size, dtype=jnp.float32),
+        }, {}
+    given = {
+        "tokens": small(1, dtype=jnp.int32),
+        "running": small(1, dtype=jnp.bool_),
+        "stops": small(1, dtype=jnp.int32),
+        "seed": small(dtype=jnp.uint32),
+    }
+    static = {"sampling": GREEDY.unseeded}
+    return given, static | ({"limit": LIMIT} if case.function == "steps" else {})
+
+
 def lower(case: Case) -> jax.stages.Lowered:
     """Traces the decoder's own jitted function on shapes, and lowers it for CUDA."""
     placement = case.place()
@@ -154,34 +177,13 @@ def lower(case: Case) -> jax.stages.Lowered:
     decoder = Decoder(model, placement, chunk=CHUNK)
     lie = jax.tree.leaves(shardings(model, placement.mesh))
     leaves = [array(w.shape, w.dtype, s) for w, s in zip(decoder.leaves, lie)]
-    everywhere = placement.sharding(P())
-    given = {
-        "tokens": array((1,), jnp.int32, everywhere),
-        "running": array((1,), jnp.bool_, everywhere),
-        "stops": array((1,), jnp.int32, everywhere),
-        "seed": array((), jnp.uint32, everywhere),
-    }
-    static = {"sampling": GREEDY.unseeded}
-    if case.function == "prefill":
-        given = {
-            "tokens": array((1, CHUNK), jnp.int32, everywhere),
-            "num_new": array((1,), jnp.int32, everywhere),
-            "logits": array((1, MODEL.vocab_size), jnp.float32, everywhere),
-        }
-        static = {}
-    elif case.function == "steps":
-        static["limit"] = LIMIT
+    given, static = arguments(case, placement)
+    args = (leaves, abstract_cache(placement), *given.values())
     function = getattr(decoder, case.function)
-    if not case.donated:  # the decoder's own jit is then an inner one
-
-        def outermost(*args):
-            return inner(*args, **static)
-
-        inner, function = function, jax.jit(outermost)
-        traced = function.trace(leaves, abstract_cache(placement), *given.values())
-    else:
-        args = (leaves, abstract_cache(placement), *given.values())
+    if case.donated:
         traced = function.trace(*args, **static)
+    else:  # the decoder's own jit, which donates, is an inner one then
+        traced = jax.jit(lambda *args: function(*args, **static)).trace(*args)
     return traced.lower(lowering_platforms=("cuda",))
 
 
@@ -198,8 +200,8 @@ def register_handlers() -> None:
 def compile_for(num_devices: int, lowered: jax.stages.Lowered) -> Compiled:
     """Compiles for `num_devices` H200s of one host.
 
-    A compile-only device has no memories, so jax's own path would drop memory kinds: the
-    module goes to the compiler directly.
+    A compile-only device has no memories, so jax's own path would drop memory kinds:
+    the module goes to the compiler directly.
     """
     topology = topologies.get_topology_desc(
         platform="cuda",

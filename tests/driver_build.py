@@ -1,4 +1,4 @@
-"""Builds of the stand-alone driver: plain, under a sanitizer, or with the ring mutated."""
+"""Builds of the stand-alone driver: plain, under a sanitizer, or of a mutated ring."""
 
 import functools
 import os
@@ -46,9 +46,13 @@ def compiler() -> str:
     return found
 
 
-@functools.cache
 def build_driver(flags: tuple[str, ...] = PLAIN) -> Path:
-    """Compiles the driver and the ring, on all cores."""
+    """The driver of the ring as it is; compiled once, on all cores."""
+    return _build(flags)
+
+
+@functools.cache
+def _build(flags: tuple[str, ...]) -> Path:
     directory = Path(_scratch.name) / "".join(flags)
     directory.mkdir()
     everything = directory / "everything.cc"  # headers are parsed once
@@ -61,7 +65,7 @@ def build_driver(flags: tuple[str, ...] = PLAIN) -> Path:
 
 
 def build_mutant(name: str, mutation: Mutation, flags: tuple[str, ...] = PLAIN) -> Path:
-    """The driver with one change in ops/; compiles only what can tell the difference."""
+    """The driver with one change in ops/; compiles only what that makes different."""
     unchanged = build_driver(flags).parent
     directory = Path(_scratch.name) / "".join((name, *flags))
     shutil.copytree(OPS, directory / "ops")

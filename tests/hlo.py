@@ -100,6 +100,14 @@ def step_of(computations: dict[str, Computation], entry: str) -> Computation:
     return computations[re.search(r"body=%([\w.-]+)", loop.rest).group(1)]
 
 
+def all_ops(computations: dict[str, Computation]) -> list[Op]:
+    return [op for ops in computations.values() for op in ops.values()]
+
+
+def collectives(ops: Computation) -> list[Op]:
+    return [op for op in ops.values() if COLLECTIVE.fullmatch(op.opcode)]
+
+
 def source(ops: Computation, name: str) -> Op:
     """The op that made an array, behind the names that it went by."""
     while ops[name].opcode in ("bitcast", "get-tuple-element"):

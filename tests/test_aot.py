@@ -1,7 +1,7 @@
 """What XLA's GPU compiler makes of the decoder's programs: order, copies, collectives.
 
-Compiled for NVIDIA H200s without one. What a step must come out as, with a layer's cells
-half on the device:
+Compiled for NVIDIA H200s without one. What a step must come out as, where half of each
+layer's cells lie on the device (the two appends in either order):
 
     begin | append append attend | append append attend | ...
             device tail   0        device tail   1
@@ -10,6 +10,7 @@ half on the device:
 import importlib.util
 import itertools
 import re
+from typing import NamedTuple
 
 import pytest
 
@@ -17,13 +18,11 @@ if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
     pytest.skip("needs XLA's GPU compiler: the extra test-aot", allow_module_level=True)
 
 import hlo
-from aot import CELLS, DEVICE_CELLS, MODEL, Case, Compiled, compile_all
+from aot import CELLS, DEVICE_CELLS, MODEL, Case, compile_all
 
+FUNCTIONS, PLACEMENTS = ("step", "prefill", "steps"), ("tail", "half", "device")
 CASES = [
-    *itertools.starmap(
-        Case,
-        itertools.product(("step", "prefill", "steps"), ("tail", "half", "device"), (1, 2)),
-    ),
+    *itertools.starmap(Case, itertools.product(FUNCTIONS, PLACEMENTS, (1, 2))),
     Case("step", "mixed"),
     Case("steps", "half", 8),
 ]
@@ -31,15 +30,44 @@ KEPT = [Case("step", "tail", 1, False), Case("prefill", "half", 1, False)]
 SMALL = 1 << 14  # elements; every weight of every device has more
 
 
+class Program(NamedTuple):
+    """A compiled case, read.
+
+    Attributes:
+      text: The scheduled HLO.
+      memory: What XLA says that it takes, in bytes, by name.
+      computations: By name.
+      entry: Of them, where it starts.
+      step: Of them, the one that holds a step.
+    """
+
+    text: str
+    memory: dict[str, int]
+    computations: dict[str, hlo.Computation]
+    entry: hlo.Computation
+    step: hlo.Computation
+
+    @property
+    def calls(self) -> list[hlo.Op]:
+        """kvjax's calls in a step, in the order in which they run."""
+        return [op for op in self.step.values() if op.target.startswith("kvjax_")]
+
+
 @pytest.fixture(scope="module")
-def programs(request, tmp_path_factory) -> dict[Case, Compiled]:
+def programs(request, tmp_path_factory) -> dict[Case, Program]:
     """All programs that the selected tests ask for."""
     asked = {
         item.callspec.params["case"]: None
         for item in request.session.items
         if item.path == request.path and hasattr(item, "callspec")
     }
-    return compile_all(list(asked), tmp_path_factory.mktemp("aot"))
+    compiled = compile_all(list(asked), tmp_path_factory.mktemp("aot"))
+    programs = {}
+    for case, (text, memory) in compiled.items():
+        parsed, entry = hlo.parse(text)
+        step = hlo.step_of(parsed, entry)
+        programs[case] = Program(text, memory, parsed, parsed[entry], step)
+    return programs
 
 
 def over(cases: list[Case]):
@@ -54,25 +82,16 @@ def parts(case: Case) -> list[tuple[int, int]]:
     return [(cells, CELLS - cells) for cells in on_device]
 
 
-def tail_bytes(case: Case) -> int:
-    """Of one device's tails, bfloat16."""
+def part_bytes(case: Case) -> tuple[int, int]:
+    """(device cells, tails) of one device, all layers, bfloat16."""
     record = MODEL.num_kv_heads // case.num_devices * 2 * MODEL.head_dim * 2
-    return sum(tail for _, tail in parts(case)) * record
-
-
-def step_calls(program: Compiled) -> list[hlo.Op]:
-    """kvjax's calls in a step, in the order in which they run."""
-    ops = hlo.step_of(*hlo.parse(program.text))
-    return [op for op in ops.values() if op.target.startswith("kvjax_")]
-
-
-def names(calls: list[hlo.Op]) -> list[str]:
-    return [op.target.removeprefix("kvjax_").rpartition("_")[0] for op in calls]
+    on_device, tails = (sum(cells) for cells in zip(*parts(case), strict=True))
+    return on_device * record, tails * record
 
 
 def expected_calls(case: Case) -> list[str]:
-    """begin if there is a tail; then one append a part and one attend, layer by layer."""
-    calls = ["begin"] if tail_bytes(case) else []
+    """begin if there is a tail; then for each layer one append a part, one attend."""
+    calls = ["begin"] if part_bytes(case)[1] else []
     for on_device, tail in parts(case):
         calls += ["append"] * bool(on_device) + ["append"] * bool(tail)
         calls += ["attend_ring" if tail else "attend_device"]
@@ -81,19 +100,21 @@ def expected_calls(case: Case) -> list[str]:
 
 @over(CASES)
 def test_nothing_but_our_calls_touches_a_tail(case, programs):
-    computations, _ = hlo.parse(programs[case].text)
+    computations = programs[case].computations
     assert hlo.host_accesses(computations) == []
-    held = any(hlo.HOST in op.shape for ops in computations.values() for op in ops.values())
-    assert held == (tail_bytes(case) > 0)
+    held = [op for op in hlo.all_ops(computations) if hlo.HOST in op.shape]
+    assert bool(held) == (part_bytes(case)[1] > 0)
 
 
 @over(CASES)
-def test_tails_are_updated_where_they_lie(case, programs):
+def test_cells_are_updated_where_they_lie(case, programs):
+    on_device, tails = part_bytes(case)
     memory = programs[case].memory
-    assert memory["host_alias_size"] == tail_bytes(case)
-    assert memory["host_argument_size"] == tail_bytes(case)
-    assert memory["host_output_size"] == tail_bytes(case)
+    assert memory["host_alias_size"] == tails
+    assert memory["host_argument_size"] == tails
+    assert memory["host_output_size"] == tails
     assert memory["host_temp_size"] == 0
+    assert on_device <= memory["alias_size"] < on_device + 64  # lengths and stamp too
 
 
 @over(CASES)
@@ -104,8 +125,9 @@ def test_nothing_runs_on_the_host(case, programs):
 
 @over(CASES)
 def test_calls_run_in_program_order(case, programs):
-    calls = step_calls(programs[case])
-    assert names(calls) == expected_calls(case)
+    calls = programs[case].calls
+    names = [op.target.removeprefix("kvjax_").rpartition("_")[0] for op in calls]
+    assert names == expected_calls(case)
     attributes = [re.search(r"\blayer = (\d+)", call.rest) for call in calls]
     layers = [int(found.group(1)) for found in attributes if found]
     assert layers == [i for i, (_, tail) in enumerate(parts(case)) if tail]
@@ -113,28 +135,26 @@ def test_calls_run_in_program_order(case, programs):
 
 @over(CASES)
 def test_calls_are_only_in_the_step(case, programs):
-    computations, _ = hlo.parse(programs[case].text)
-    ops = [op for ops in computations.values() for op in ops.values()]
+    ops = hlo.all_ops(programs[case].computations)
     calls = [op for op in ops if op.target.startswith("kvjax_")]
-    assert len(calls) == len(expected_calls(case))
+    assert len(calls) == len(programs[case].calls)
 
 
 @over(CASES)
 def test_attend_reads_what_its_appends_wrote(case, programs):
-    ops = hlo.step_of(*hlo.parse(programs[case].text))
     wrote = []
-    for call in step_calls(programs[case]):
+    for call in programs[case].calls:
         if "append" in call.target:
             wrote.append(call.name)
         elif "attend" in call.target:
-            read = [hlo.source(ops, name).name for name in call.operands]
+            read = [hlo.source(programs[case].step, name).name for name in call.operands]
             assert sorted(read[-len(wrote) :]) == sorted(wrote), call.name
             wrote = []
 
 
-@over([case for case in CASES if tail_bytes(case)])
+@over([case for case in CASES if part_bytes(case)[1]])
 def test_begin_runs_before_any_weight_is_read(case, programs):
-    ops = hlo.step_of(*hlo.parse(programs[case].text))
+    ops = programs[case].step
     for op in ops.values():
         if op.target.startswith("kvjax_begin"):
             return
@@ -148,8 +168,7 @@ def test_begin_runs_before_any_weight_is_read(case, programs):
 @over([case for case in CASES if case.function != "prefill"])
 def test_a_decode_step_makes_no_large_array(case, programs):
     """Weights and cells are read where they lie: not copied, transposed or gathered."""
-    computations, entry = hlo.parse(programs[case].text)
-    for ops in (computations[entry], hlo.step_of(computations, entry)):
+    for ops in (programs[case].entry, programs[case].step):
         made = {
             op.name: op.shape
             for op in ops.values()
@@ -162,31 +181,22 @@ def test_a_decode_step_makes_no_large_array(case, programs):
 
 @over(CASES)
 def test_devices_exchange_activations_only(case, programs):
-    computations, entry = hlo.parse(programs[case].text)
-    ops = hlo.step_of(computations, entry)
-    found = [op for op in ops.values() if hlo.COLLECTIVE.fullmatch(op.opcode)]
-    outside = [
-        op.name
-        for name, other in computations.items()
-        for op in other.values()
-        if hlo.COLLECTIVE.fullmatch(op.opcode) and other is not ops
-    ]
-    assert outside == []
+    found = hlo.collectives(programs[case].step)
+    everywhere = map(hlo.collectives, programs[case].computations.values())
+    assert len(found) == sum(map(len, everywhere))
     kinds = [op.opcode.removesuffix("-start") for op in found]
-    if case.num_devices == 1:
-        assert kinds == []
-        return
     # The embedding, then attention's o and the mlp's down in each layer, then the head.
-    assert kinds == ["all-reduce"] * (1 + 2 * MODEL.num_layers) + ["all-gather"]
-    limit = max(case.num_new * MODEL.width, MODEL.vocab_size)
-    assert max(max(op.sizes) for op in found) <= limit
+    once = ["all-reduce"] * (1 + 2 * MODEL.num_layers) + ["all-gather"]
+    assert kinds == (once if case.num_devices > 1 else [])
+    largest = max(case.num_new * MODEL.width, MODEL.vocab_size)
+    assert all(max(op.sizes) <= largest for op in found)
 
 
 @over(KEPT)
 def test_a_cache_that_is_not_donated_is_seen(case, programs):
-    """The control: without donation in the outermost jit these checks find the copies."""
-    computations, _ = hlo.parse(programs[case].text)
-    copies = [op for op in hlo.host_accesses(computations) if op.opcode == "copy"]
+    """The control: where the outermost jit doesn't donate, these checks find copies."""
+    accesses = hlo.host_accesses(programs[case].computations)
+    copies = [op for op in accesses if op.opcode == "copy"]
     assert len(copies) >= MODEL.num_layers
     assert all(hlo.HOST in op.shape for op in copies)
     assert programs[case].memory["host_alias_size"] == 0

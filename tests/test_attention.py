@@ -159,7 +159,8 @@ def make_cache(placement: Placement, problem: Problem) -> Cache:
 
 
 def put(x: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    return jax.device_put(x.copy(), sharding)
+    """A copy: XLA would not write in place to memory that NumPy owns."""
+    return jax.device_put(x, sharding, may_alias=False)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Attention gives the bits that a GPU gave: data/golden.json says which GPU, and how."""
+"""Attention gives the bits that a GPU gave: data/golden.json says which one."""
 
 from pathlib import Path
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from kvjax.cache.state import Cache, LayerCells, cache_bytes
-from kvjax.delivery import ffi
+from kvjax.delivery import agreement, ffi
 from kvjax.delivery.placement import Placement
 
 POOL_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -86,12 +86,12 @@ def init_cache(
       progress: Called with (bytes made, bytes in all) after each layer.
 
     Raises:
-      ValueError: the pinned pool or the host cannot hold the tails, or the native library
-        is not built. Nothing has been allocated then.
+      ValueError: the pinned pool or a host cannot hold the tails, the native library is
+        not built, or processes ask for different caches. Raised on every process, and
+        nothing has been allocated then.
     """
-    if placement.backend == "native":
-        ffi.require(placement.mesh.devices.flat[0].platform)
-    check_host(placement)
+    agreement.check_placement(placement)
+    agreement.check_none(_problem(placement))
     shardings = placement.cache_shardings()
     total = sum(cache_bytes(placement.config, placement.stored_heads))
     made = 0
@@ -109,6 +109,17 @@ def init_cache(
     lengths = jnp.zeros(placement.config.batch_size, jnp.int32, device=shardings.lengths)
     stamp = jnp.zeros((placement.mesh.size, 2), jnp.uint32, device=shardings.stamp)
     return Cache(tuple(layers), lengths, stamp)
+
+
+def _problem(placement: Placement) -> str:
+    """What keeps this process from holding its share; "" if nothing does."""
+    try:
+        if placement.backend == "native":
+            ffi.require(placement.mesh.devices.flat[0].platform)
+        check_host(placement)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _zeros(

@@ -34,7 +34,8 @@ class Decline(NamedTuple):
 
 
 def plan_ring(placement: Placement, config: RingConfig) -> Slots | Decline:
-    """Decides before anything is allocated. No more slots than the device's tail fills.
+    """Decides before anything is allocated. No more slots than the device's tail fills,
+    and none larger than the largest layer's.
 
     Raises:
       ValueError: a slot does not hold one block of cells.
@@ -50,15 +51,16 @@ def plan_ring(placement: Placement, config: RingConfig) -> Slots | Decline:
         return Decline("depth is 0")
     if config.budget == 0:
         return Decline("budget_bytes is 0")
-    useful = sum(-(-tail // config.slot_bytes) for tail in tails)
-    allowed = config.budget // config.slot_bytes
+    slot_bytes = min(config.slot_bytes, max(tails))
+    useful = sum(-(-tail // slot_bytes) for tail in tails)
+    allowed = config.budget // slot_bytes
     if allowed < MIN_SLOTS:
         return Decline(
-            f"a ring needs {MIN_SLOTS} slots of {config.slot_bytes} bytes, "
-            f"{MIN_SLOTS * config.slot_bytes} in all, budget_bytes allows {config.budget}",
+            f"a ring needs {MIN_SLOTS} slots of {slot_bytes} bytes, "
+            f"{MIN_SLOTS * slot_bytes} in all, budget_bytes allows {config.budget}",
             asked_for=False,
         )
-    return Slots(max(MIN_SLOTS, min(allowed, useful)), config.slot_bytes)
+    return Slots(max(MIN_SLOTS, min(allowed, useful)), slot_bytes)
 
 
 def check_slot(placement: Placement, slot_bytes: int) -> None:

@@ -168,11 +168,15 @@ def _open_native(
     plan: Slots | Decline,
     emulation: Emulation | None,
 ) -> bool:
-    num_slots, decline = (plan.num_slots, "") if isinstance(plan, Slots) else (0, plan.reason)
+    if isinstance(plan, Decline):
+        plan, decline = Slots(0, config.slot_bytes), plan.reason
+    else:
+        decline = ""
     open_ring = _library(device).kvjax_ring_open
     open_ring.restype = ctypes.c_bool
-    numbers = (placement.ring_id, _ordinal(device), config.depth, config.slot_bytes)
-    args = [ctypes.c_int64(n) for n in (*numbers, num_slots, config.headroom_bytes)]
+    numbers = (placement.ring_id, _ordinal(device), config.depth)
+    numbers += (plan.slot_bytes, plan.num_slots, config.headroom_bytes)
+    args = [ctypes.c_int64(n) for n in numbers]
     args.append(ctypes.c_char_p(decline.encode()))
     if device.platform == "cpu":
         seed, delay, free, fail = emulation or Emulation()

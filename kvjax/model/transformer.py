@@ -321,7 +321,12 @@ class Transformer(nnx.Module):
 
     As constructed its parameters hold shapes only: `random_model` and `checkpoint.load`
     return one with arrays.
+
+    Attributes:
+      step_type: What begins a step over the cache; a subclass may name its own.
     """
+
+    step_type = Step
 
     def __init__(self, config: ModelConfig, *, dtype: str = "float32"):
         if dtype not in WEIGHT_DTYPES:
@@ -359,7 +364,7 @@ class Transformer(nnx.Module):
           ValueError: the placement is not of this model, or `logits` is something else.
         """
         self._check(placement, logits)
-        tokens, step = Step.begin(placement, cache, tokens, num_new)
+        tokens, step = self.step_type.begin(placement, cache, tokens, num_new)
         x = look_up(self.embedding, tokens, placement)
         rotation = rotations(self.config, step.positions)
         for index, layer in enumerate(self.layers):

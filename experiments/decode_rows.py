@@ -1,0 +1,271 @@
+"""What bench_decode makes of its runs: the check of tokens, rows, verdicts, a table."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvjax.advice import GB
+from kvjax.config import MIB, RingConfig
+from kvjax.delivery.ring import RingStats
+from kvjax.measurement import WARMUP
+from kvjax.shapes import BLOCK
+
+MS = 1e3
+AGREE = 0.5  # of xla's tokens at least: it rounds elsewhere, which turns near ties
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to decode: which of ARMS, where cells lie, and the ring's settings."""
+
+    name: str
+    device_cells: str | None = None  # as --device_cells; None = all
+    ring: RingConfig | None = None  # of ordered and pipelined
+
+    @property
+    def label(self) -> str:
+        where = "" if self.device_cells in ("0", None) else f" +{self.device_cells}"
+        if self.name != "pipelined":
+            return self.name + where
+        slots = self.ring.budget // self.ring.slot_bytes
+        size = f"{slots} x {self.ring.slot_bytes / MIB:g} MiB"
+        return f"pipelined{where}, {size}, depth {self.ring.depth}"
+
+    @property
+    def plain(self) -> bool:
+        return self.name == "xla"
+
+    def cells_on_device(self, case: "Case") -> int | None:
+        if self.device_cells != "half":
+            return None if self.device_cells is None else int(self.device_cells)
+        return round(case.cells / 2 / BLOCK) * BLOCK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What all arms decode: so many cells in so many sequences."""
+
+    cells: int
+    lengths: tuple[int, ...]
+    capacity: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.cells:,} cells x {len(self.lengths)}"
+
+
+class Run(NamedTuple):
+    """One arm, once."""
+
+    step_s: float
+    waiting_s: list[float]
+    tokens: np.ndarray  # [steps, B], those of the warm-up among them
+    delivered: RingStats | None  # in the timed steps
+    ring_bytes: int
+    ring_driver_bytes: int  # by which the driver's free bytes fell
+    used_bytes: int  # of device memory, as the driver says
+
+    @property
+    def steps(self) -> int:
+        """That were timed."""
+        return len(self.tokens) - WARMUP - len(self.waiting_s)
+
+
+class TokensDiffer(Exception):
+    """An arm drew other tokens: its times mean nothing."""
+
+
+def check_same(runs: dict[Arm, list[Run]]) -> np.ndarray | None:
+    """The tokens that kvjax's arms drew, all the same ones in every run.
+
+    Raises:
+      TokensDiffer: one drew others.
+    """
+    own = [(arm, run.tokens) for arm in runs if not arm.plain for run in runs[arm]]
+    if not own:
+        return None
+    first, wanted = own[0]
+    for arm, tokens in own:
+        if not np.array_equal(tokens, wanted):
+            step = np.argwhere((tokens != wanted).any(axis=1))[0, 0]
+            raise TokensDiffer(
+                f"{arm.label} drew {tokens[step].tolist()} in step {step}, "
+                f"{first.label} {wanted[step].tolist()}"
+            )
+    return wanted
+
+
+def check_near(arm: Arm, drawn: np.ndarray, wanted: np.ndarray) -> float:
+    """The share of tokens [steps, B] that are as wanted.
+
+    Raises:
+      TokensDiffer: that is less than AGREE.
+    """
+    agreed = float((drawn == wanted).mean())
+    if agreed < AGREE:
+        raise TokensDiffer(f"{arm.label} drew {agreed:.0%} of the others' tokens")
+    return agreed
+
+
+def since(start: RingStats, end: RingStats) -> RingStats:
+    return RingStats(*(b - a for a, b in zip(start, end, strict=True)))
+
+
+def make_rows(
+    runs: dict[Arm, list[Run]],
+    agreed: dict[Arm, float | None],
+    case: Case,
+    per_cell: int,
+    link: float,
+) -> list[dict]:
+    """A row for each arm: what was measured, the bound, and the verdict.
+
+    Args:
+      runs: Of each arm; at least one.
+      agreed: The share of tokens in which each arm agrees with the others.
+      case: What they decoded.
+      per_cell: Bytes of one sequence's cell in all layers.
+      link: Bytes a second of the raw copy.
+    """
+    ms = {arm: MS * statistics.median(r.step_s for r in runs[arm]) for arm in runs}
+    device_ms = next((ms[arm] for arm in runs if arm.name == "device"), None)
+    ordered_ms = {a.device_cells: ms[a] for a in runs if a.name == "ordered"}
+    rows = []
+    for arm in runs:
+        live = live_bytes(arm, runs[arm][0], case, per_cell)
+        floor_ms = MS * live / link
+        bound_ms = None if arm.name == "device" else max(floor_ms, device_ms or 0.0)
+        row = {
+            "arm": arm.name,
+            "label": arm.label,
+            "cells": case.cells,
+            "batch": len(case.lengths),
+            "shortest": min(case.lengths),
+            "longest": max(case.lengths),
+            "capacity": case.capacity,
+            "device_cells": arm.cells_on_device(case),
+            "ms": ms[arm],
+            "spread": spread([r.step_s for r in runs[arm]]),
+            "runs_ms": [MS * r.step_s for r in runs[arm]],
+            "blocking_ms": blocking_ms(runs[arm]),
+            "live_bytes": live,
+            "floor_ms": floor_ms,
+            "bound_ms": bound_ms,
+            "share": None if bound_ms is None else bound_ms / ms[arm],
+            "device_ms": device_ms,
+            "gain": ratio(ordered_ms.get(arm.device_cells), ms[arm]),
+            "agreed": agreed[arm],
+            **ring_facts(arm, runs[arm]),
+        }
+        row["verdict"] = verdict(row, link)
+        rows.append(row)
+    return rows
+
+
+def live_bytes(arm: Arm, run: Run, case: Case, per_cell: int) -> float:
+    """Bytes of tail that a timed step must bring: the ring's count, or the cells'."""
+    if run.delivered is not None:
+        return (run.delivered.early_bytes + run.delivered.ordered_bytes) / run.steps
+    if arm.device_cells is None:
+        return 0.0
+    grown = WARMUP + (run.steps - 1) / 2
+    return per_cell * sum(length + grown for length in case.lengths)
+
+
+def blocking_ms(runs: list[Run]) -> float | None:
+    waited = [seconds for run in runs for seconds in run.waiting_s]
+    return MS * statistics.median(waited) if waited else None
+
+
+def ring_facts(arm: Arm, runs: list[Run]) -> dict:
+    """Settings and counts of a ring; what the driver says is that of the last run."""
+    facts = {
+        "ring_bytes": runs[-1].ring_bytes,
+        "ring_driver_bytes": runs[-1].ring_driver_bytes,
+        "device_memory": runs[-1].used_bytes,
+    }
+    if arm.ring is None:
+        return facts
+    counts = runs[-1].delivered
+    return facts | {
+        "depth": arm.ring.depth,
+        "slot_bytes": arm.ring.slot_bytes,
+        "budget_bytes": arm.ring.budget,
+        "early_share": ratio(
+            counts.early_bytes, counts.early_bytes + counts.ordered_bytes
+        ),
+        "gap_bytes": counts.gap_bytes / runs[-1].steps,
+        "counts": {name: n for name, n in counts._asdict().items() if n},
+    }
+
+
+def ratio(a: float | None, b: float) -> float | None:
+    return None if a is None or not b else a / b
+
+
+def spread(values: Sequence[float]) -> float:
+    """From the least to the most, as a share of the median."""
+    return (max(values) - min(values)) / statistics.median(values)
+
+
+def verdict(row: dict, link: float) -> str:
+    """What bounds this arm, in words, and what would help."""
+    ms, floor_ms, device_ms = row["ms"], row["floor_ms"], row["device_ms"]
+    if row["arm"] == "device":
+        return f"computing takes {ms:.2f} ms a token"
+    if device_ms is not None and floor_ms < device_ms:
+        return (
+            f"compute-bound: copies of {floor_ms:.2f} ms could hide behind "
+            f"{device_ms:.2f} ms of computing; a token takes {ms:.2f} ms"
+        )
+    rate = row["live_bytes"] / ms * MS
+    words = f"copy-bound: {rate / GB:.1f} of {link / GB:.1f} GB/s"
+    if device_ms is None:
+        return words + "; without the arm device the bound is the copy alone"
+    tail = row["longest"] - row["device_cells"]
+    more = min(max(round(tail / 4 / BLOCK), 1) * BLOCK, tail)
+    saved = min(ms * more / tail, ms - device_ms)
+    return (
+        f"{words}; keeping {more:,} more cells on the device would save "
+        f"{saved:.1f} ms a token"
+    )
+
+
+COLUMNS = {  # heading: (key, format)
+    "ms": ("ms", "{:.3f}"),
+    "spread": ("spread", "{:.1%}"),
+    "waiting": ("blocking_ms", "{:.3f}"),
+    "tail GB": ("gb", "{:.3f}"),
+    "floor": ("floor_ms", "{:.3f}"),
+    "bound": ("bound_ms", "{:.3f}"),
+    "share": ("share", "{:.3f}"),
+    "gain": ("gain", "{:.2f}x"),
+    "GB/s": ("rate", "{:.1f}"),
+    "ring MiB": ("ring_mib", "{:.1f}"),
+    "temp MiB": ("temp_mib", "{:.0f}"),
+    "used GiB": ("memory_gib", "{:.2f}"),
+    "tokens": ("agreed", "{:.0%}"),
+}
+
+
+def table(case: Case, rows: list[dict]) -> Iterator[str]:
+    """Lines for a person: ms a token of each arm, and the verdicts."""
+    width = max(len(row["label"]) for row in rows)
+    yield f"\n{case.name}, capacity {case.capacity:,}; ms a token"
+    yield " " * width + "".join(f"{heading:>10}" for heading in COLUMNS)
+    for row in rows:
+        shown = row | {
+            "gb": row["live_bytes"] / GB,
+            "rate": row["live_bytes"] / row["ms"] * MS / GB,
+            "ring_mib": row["ring_bytes"] / MIB,
+            "temp_mib": row["temp_bytes"] / MIB,
+            "memory_gib": row["device_memory"] / (1 << 30),
+        }
+        values = [(shown[key], form) for key, form in COLUMNS.values()]
+        cells = ["" if value is None else form.format(value) for value, form in values]
+        yield f"{row['label']:{width}}" + "".join(f"{cell:>10}" for cell in cells)
+    for row in rows:
+        yield f"{row['label']}: {row['verdict']}"

@@ -1,0 +1,367 @@
+"""The benchmarks as a user runs them, on the CPU: what they write, what they refuse."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import goals
+from experiments.decode_rows import (
+    Arm,
+    Case,
+    Run,
+    TokensDiffer,
+    check_near,
+    check_same,
+    make_rows,
+    verdict,
+)
+from kvjax.config import MIB, RingConfig
+from kvjax.measurement import WARMUP
+
+ROOT = Path(__file__).parents[1]
+EXPERIMENTS = ROOT / "experiments"
+CELL = 4 * 2 * (64 + 64) * 2  # bytes of geometry tiny's 4 layers and 2 heads, bfloat16
+
+# Runs a script's main for each list of arguments in one process: a start costs seconds.
+DRIVER = """
+import contextlib, importlib, io, json, sys
+from pathlib import Path
+from absl import flags
+from absl.testing import flagsaver
+
+script = Path(sys.argv[1])
+sys.path.insert(0, str(script.parent))
+module = importlib.import_module(script.stem)
+found = []
+for args in json.loads(sys.argv[2]):
+    out, errors = io.StringIO(), io.StringIO()
+    with (
+        flagsaver.flagsaver(),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(errors),
+    ):
+        flags.FLAGS([script.name, *args])
+        code = module.main([script.name])
+    found.append((code, out.getvalue(), errors.getvalue()))
+print(json.dumps(found))
+"""
+
+
+def run_all(script: str, *cases: list[str]) -> list[tuple[int, str, str]]:
+    """(exit code, output, errors) of each list of arguments."""
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    path = str(EXPERIMENTS / script)
+    command = [sys.executable, "-c", DRIVER, path, json.dumps(cases)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+REFUSED = {
+    "arm": (["--arms=device,magic"], "must be of device, ordered, pipelined, xla"),
+    "no ring": (["--arms=pipelined", "--budget_mib=0"], "budget_bytes is 0"),
+    "budget": (["--arms=pipelined", "--budget_mib=16"], "needs 3 slots of 8388608"),
+    "slot": (["--arms=ordered", "--slot_mib=0.01"], "slot_bytes must hold one block"),
+    "no tail": (
+        ["--arms=ordered", "--cells=100", "--device_cells=128"],
+        "ordered +128 cannot run at 100 cells x 1: all cells lie on the device",
+    ),
+    "block": (["--device_cells=100"], "multiple of the block of 128"),
+    "cells": (["--device_cells=-1"], "--device_cells must be numbers or half"),
+    "number": (["--cells=many"], "--cells must be numbers, got ['many']"),
+    "capacity": (["--cells=100", "--capacity=110"], "must be at least 122"),
+    "memory": (["--cells=1000000000"], "of pinned memory for each device"),
+    "model": (["--model=/none"], "there is no /none"),
+    "json": (["--json=/none/out.json"], "--json must be a file in a folder"),
+}
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> dict:
+    """A run of every arm, what it wrote, and what each of REFUSED said."""
+    path = tmp_path_factory.mktemp("results") / "decode.json"
+    good = [
+        *("--geometry=tiny", "--cells=128,256", "--capacity=512", "--batch=2"),
+        *("--arms=device,ordered,pipelined,xla", "--device_cells=0", "--ragged"),
+        *("--tokens=3", "--waiting=1", "--repeats=1", "--slot_mib=0.25,0.5"),
+        *("--commit=abc", f"--json={path}"),
+    ]
+    ran, *refused = run_all("bench_decode.py", good, *[a for a, _ in REFUSED.values()])
+    assert ran[0] == 0, ran[2]
+    return {
+        "path": path,
+        "found": json.loads(path.read_text()),
+        "shown": ran[2],
+        "refused": dict(zip(REFUSED, refused, strict=True)),
+    }
+
+
+def test_every_arm_has_a_row_for_every_number_of_cells(bench):
+    rows = bench["found"]["rows"]
+    arms = ["device", "ordered", "pipelined", "pipelined", "xla"]
+    assert [row["arm"] for row in rows] == arms * 2
+    assert [row["cells"] for row in rows] == [128] * 5 + [256] * 5
+    assert [row["slot_bytes"] for row in rows[2:4]] == [MIB // 4, MIB // 2]
+
+
+def test_the_result_says_where_it_comes_from(bench):
+    found = bench["found"]
+    assert found["commit"] == "abc"
+    assert found["versions"]["jax"] == jax.__version__
+    assert found["command"].startswith("python ")
+    assert "--json" not in found["command"]
+    assert found["gpu"] is None and found["driver"] is None
+
+
+def test_live_bytes_are_the_cells_that_a_step_reads(bench):
+    # Sequences of 64 and 192 cells, two steps of warm-up, then three: 3 on the average.
+    for row in bench["found"]["rows"]:
+        cells = 64 + 192 if row["cells"] == 128 else 128 + 384
+        live = 0 if row["arm"] == "device" else (cells + 2 * 3) * CELL
+        assert row["live_bytes"] == live
+
+
+def test_floor_bound_share_and_gain_follow_from_what_was_measured(bench):
+    found = bench["found"]
+    for start in (0, 5):
+        device, ordered, *others = found["rows"][start : start + 5]
+        assert device["share"] is None
+        for row in (ordered, *others):
+            floor = row["live_bytes"] / found["link_bytes_s"] * 1e3
+            assert row["floor_ms"] == pytest.approx(floor)
+            assert row["bound_ms"] == max(row["floor_ms"], device["ms"])
+            assert row["share"] == row["bound_ms"] / row["ms"]
+            assert row["gain"] == ordered["ms"] / row["ms"]
+            low, high = min(row["runs_ms"]), max(row["runs_ms"])
+            assert row["ms"] == pytest.approx((low + high) / 2)
+            assert row["spread"] == pytest.approx((high - low) / row["ms"])
+
+
+def test_only_pipelined_arms_have_a_ring_and_deliver_early(bench):
+    for row in bench["found"]["rows"]:
+        pipelined = row["arm"] == "pipelined"
+        assert (row["ring_bytes"] > 0) == pipelined
+        if row["arm"] in ("ordered", "pipelined"):
+            assert row["early_share"] == float(pipelined)
+
+
+def test_tokens_are_the_same_and_times_come_with_a_verdict(bench):
+    for row in bench["found"]["rows"]:
+        assert row["agreed"] == 1 or row["arm"] == "xla"
+        assert row["verdict"] in bench["shown"]
+    assert bench["found"]["errors"] == []
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_is_refused_in_one_line(bench, name):
+    code, _, said = bench["refused"][name]
+    assert code == 2
+    assert said.splitlines()[-1].startswith("error: ")
+    assert REFUSED[name][1] in said.splitlines()[-1]
+
+
+DEVICE = Arm(name="device")
+ORDERED = Arm(name="ordered", device_cells="0", ring=RingConfig(depth=0))
+XLA = Arm(name="xla", device_cells="0")
+
+
+def run_of(tokens: list[list[int]], *, step_s: float = 1.0) -> Run:
+    """A run without a ring that drew `tokens`, all but the warm-up's timed."""
+    drawn = np.array(tokens, np.int32)
+    return Run(step_s, [], drawn, None, ring_bytes=0, ring_driver_bytes=0, used_bytes=0)
+
+
+def test_one_other_token_in_one_run_is_told():
+    right, wrong = [[1, 2], [3, 4], [5, 6]], [[1, 2], [3, 9], [5, 6]]
+    runs = {DEVICE: [run_of(right)] * 2, ORDERED: [run_of(right), run_of(wrong)]}
+    said = r"ordered drew \[3, 9\] in step 1, device \[3, 4\]"
+    with pytest.raises(TokensDiffer, match=said):
+        check_same(runs)
+    runs[ORDERED][1] = run_of(right)
+    assert check_same(runs).tolist() == right
+
+
+def test_xla_alone_may_round_but_not_draw_anything():
+    wanted = np.arange(8).reshape(4, 2)
+    near, far = wanted.copy(), wanted.copy()
+    near[0, 0], far[:3] = 99, 99
+    assert check_same({XLA: [run_of(wanted.tolist())]}) is None
+    assert check_near(XLA, near, wanted) == 7 / 8
+    with pytest.raises(TokensDiffer, match="xla drew 25% of the others' tokens"):
+        check_near(XLA, far, wanted)
+
+
+def test_a_row_without_the_device_arm_is_held_against_the_copy_alone():
+    tokens = [[1]] * (WARMUP + 2)
+    case = Case(cells=1000, lengths=(1000,), capacity=1024)
+    runs = {XLA: [run_of(tokens, step_s=s) for s in (0.1, 0.4, 0.2)]}
+    # 1,002.5 cells of 1,000 bytes at 10,025,000 bytes a second: 100 ms.
+    (row,) = make_rows(runs, {XLA: None}, case, 1000, 10_025_000.0)
+    assert row["ms"] == 200
+    assert row["floor_ms"] == row["bound_ms"] == pytest.approx(100)
+    assert row["share"] == pytest.approx(0.5)
+    assert row["gain"] is None
+    assert row["spread"] == pytest.approx(1.5)
+
+
+def row_of(**changes) -> dict:
+    row = {
+        "arm": "pipelined",
+        "cells": 32768,
+        "batch": 1,
+        "shortest": 32768,
+        "longest": 32768,
+        "capacity": 32800,
+        "device_cells": 0,
+        "ms": 80.0,
+        "floor_ms": 78.0,
+        "device_ms": 9.0,
+        "live_bytes": 4.24e9,
+        "share": 0.975,
+        "gain": 1.2,
+        "blocking_ms": 80.5,
+        "ring_bytes": 64 * MIB,
+        "depth": RingConfig().depth,
+        "slot_bytes": RingConfig().slot_bytes,
+        "budget_bytes": RingConfig().budget,
+    }
+    return row | changes
+
+
+def test_a_verdict_says_what_bounds_and_what_would_help():
+    assert verdict(row_of(), 54.4e9) == (
+        "copy-bound: 53.0 of 54.4 GB/s; keeping 8,192 more cells on the device would "
+        "save 20.0 ms a token"
+    )
+    # All in the tail but little above computing: no more than that can be saved.
+    assert verdict(row_of(ms=10.0), 54.4e9).endswith("would save 1.0 ms a token")
+    assert verdict(row_of(floor_ms=8.0, ms=9.5), 54.4e9) == (
+        "compute-bound: copies of 8.00 ms could hide behind 9.00 ms of computing; a "
+        "token takes 9.50 ms"
+    )
+    assert "the bound is the copy alone" in verdict(row_of(device_ms=None), 54.4e9)
+
+
+def result_of(experiment: str, *rows: dict) -> dict:
+    return {
+        "experiment": experiment,
+        "model": goals.MODEL,
+        "gpu": "NVIDIA H200",
+        "rows": list(rows),
+    }
+
+
+def met(*found: dict) -> dict[str, str]:
+    return {goal.what: goal.met for goal in goals.goals(found)}
+
+
+def test_goals_are_not_measured_without_rows_of_a_gpu():
+    other = result_of("bench_decode", row_of()) | {"gpu": None}
+    assert set(met()) == set(met(other))
+    assert set(met(other).values()) == {"not measured"}
+
+
+def test_the_worst_row_decides():
+    good, bad = row_of(share=0.98), row_of(share=0.96)
+    what = "share of the bound, 32,768 cells"
+    assert met(result_of("bench_decode", good))[what] == "yes"
+    assert met(result_of("bench_decode", good, bad))[what] == "no"
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"share": 0.96}, "share of the bound, 32,768 cells"),
+        (
+            {"cells": 4096, "batch": 8, "shortest": 2048, "share": 0.94},
+            "share of the bound, 8 ragged sequences around 4,096 cells",
+        ),
+        (
+            {"floor_ms": 7.0, "share": 0.87},
+            "share where copy = compute, within 30 %",
+        ),
+        ({"floor_ms": 11.0, "gain": 1.6}, "gain over ordered there"),
+        ({"ring_bytes": 65 * MIB}, "MiB of the default ring"),
+        ({"blocking_ms": 80.7}, "ms that waiting for every token adds"),
+    ],
+)
+def test_a_row_that_misses_its_goal_is_told(changes, what):
+    assert met(result_of("bench_decode", row_of(**changes)))[what] == "no"
+
+
+def test_rows_are_compared_at_the_same_cells_only():
+    base = row_of()
+    small = row_of(budget_bytes=16 * MIB, ms=81.0)
+    half = row_of(device_cells=16384, ms=43.0)
+    elsewhere = row_of(budget_bytes=16 * MIB, cells=4096, ms=1000.0)
+    got = met(
+        result_of("bench_decode", base, small, half, elsewhere),
+        result_of(
+            "hf_offload", {"arm": "hf_static", "cells": 32768, "batch": 1, "ms": 100.0}
+        ),
+    )
+    assert got["a ring of 16 MiB / the default, ms"] == "yes"
+    assert got["half of 32,768 cells on the device / all in the tail, ms"] == "no"
+    theirs = "Hugging Face's static offloaded cache / kvjax, 32,768 cells, ms"
+    assert got[theirs] == "no"
+
+
+def test_the_report_is_made_of_the_files(bench, tmp_path):
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "decode.json").write_text(bench["path"].read_text())
+    unknown = bench["found"] | {
+        "experiment": "new",
+        "rows": [{"alpha": 1, "beta": 2.5}],
+    }
+    (folder / "new.json").write_text(json.dumps(unknown))
+    page = tmp_path / "results.md"
+    good = [f"--results={folder}", f"--page={page}"]
+    empty = [f"--results={tmp_path}", f"--page={page}"]
+    (code, _, errors), (refused, _, said) = run_all("report.py", good, empty)
+    assert code == 0, errors
+    text = page.read_text()
+    row = bench["found"]["rows"][2]
+    assert f"| 128 | 2 | {row['label']} | {row['ms']:.2f} |" in text
+    assert f"`{bench['found']['command']}`" in text
+    assert "| alpha | beta |\n|---|---|\n| 1 | 2.5 |" in text
+    assert "![ms a token over cells](results/decode.png)" in text
+    assert (folder / "decode.png").stat().st_size > 1000
+    assert refused == 2 and "run an experiment with --json" in said
+
+
+def test_attention_alone_is_held_against_memory_and_link(tmp_path):
+    alone = tmp_path / "alone.json"
+    alone.write_text('{"rows": [{"cells": 100, "batch": 2, "ms": 1.0}]}')
+    path = tmp_path / "attention.json"
+    good = [
+        *("--geometry=tiny", "--cells=100", "--batch=2", "--arms=device,ordered"),
+        *("--passes=2", "--repeats=2", f"--standalone={alone}", f"--json={path}"),
+    ]
+    bad = ["--standalone=/none"]
+    (code, _, said), (refused, _, why) = run_all("bench_attention.py", good, bad)
+    assert code == 0, said
+    found = json.loads(path.read_text())
+    got = [(row["arm"], row["live_bytes"]) for row in found["rows"]]
+    assert got == [("device", 200 * CELL), ("ordered", 200 * CELL)]
+    rates = {"device": found["read_bytes_s"], "ordered": found["link_bytes_s"]}
+    for row in found["rows"]:
+        bound = row["live_bytes"] / rates[row["arm"]] * 1e3
+        assert row["bound_ms"] == pytest.approx(bound)
+        assert row["share"] == pytest.approx(bound / row["ms"])
+    assert [row["standalone_ms"] for row in found["rows"]] == [1.0, 1.0]
+    assert refused == 2 and "--standalone must be a JSON" in why
+
+
+def test_a_peer_that_cannot_run_says_what_is_missing():
+    arms = (["--arms=hf_dynamic"], "torch"), (["--arms=mine"], "--arms must be of")
+    results = run_all("peers/hf_offload.py", *[args for args, _ in arms])
+    for (code, _, said), (_, wanted) in zip(results, arms, strict=True):
+        assert code == 2
+        assert wanted in said.splitlines()[-1]

@@ -1,0 +1,134 @@
+"""What measures and what it is measured with, on the emulated device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from steps import inputs, placement_of, replaced
+
+from kvjax.config import MIB
+from kvjax.delivery.ring import Ring
+from kvjax.measurement import (
+    device_memory,
+    link_rate,
+    measure_costs,
+    provenance,
+    random_cache,
+    read_rate,
+    rewind,
+    run_steps,
+)
+from kvjax.model.attention import Step
+
+
+def step_of(placement):
+    """A step of attention alone: the token is what comes out, folded."""
+    given = inputs(placement)
+    config = placement.config
+
+    def step(tokens, cache):
+        _, begun = Step.begin(placement, cache, tokens[:, None])
+        drawn = jnp.zeros(config.batch_size, jnp.int32)
+        for layer in range(config.num_layers):
+            q, k, v = (x[layer] for x in (given.q, given.k, given.v))
+            out = begun.attend(layer, q, k, v, scale=1.0)
+            folded = jnp.abs(out).sum(axis=(1, 2, 3)) * 1000.0
+            drawn = drawn + folded.astype(jnp.int32)
+        return drawn, begun.end()
+
+    where = placement.cache_shardings()
+    return jax.jit(step, donate_argnums=1, out_shardings=(where.lengths, where))
+
+
+def first_of(placement) -> jax.Array:
+    lengths = placement.cache_shardings().lengths
+    return jnp.zeros(placement.config.batch_size, jnp.int32, device=lengths)
+
+
+def test_rates_are_bytes_over_seconds():
+    device = jax.devices()[0]
+    # Some GB/s on any machine; a slip of 1,000 in a unit would show.
+    for rate in (link_rate(device, passes=2), read_rate(device, passes=2)):
+        assert 1e8 < rate < 1e12
+
+
+def test_small_pieces_are_not_a_larger_copy():
+    rate = link_rate(jax.devices()[0], piece_bytes=4096, total_bytes=MIB, passes=2)
+    assert 1e7 < rate < 1e13
+
+
+def test_memory_that_cannot_be_had_is_told():
+    with pytest.raises(ValueError, match="cannot measure .* bytes to measure with"):
+        read_rate(jax.devices()[0], total_bytes=1 << 60)
+
+
+def test_free_memory_is_a_part_of_all():
+    free, total = device_memory(jax.devices()[0])
+    assert 0 < free < total
+
+
+@pytest.mark.parametrize("device_cells", [0, 128, 384])
+def test_random_cells_are_the_same_bits_wherever_they_lie(device_cells):
+    whole = placement_of(ring_id=701, batch_size=2, capacity=384, device_cells=None)
+    other = replaced(whole, device_cells=device_cells)
+    wanted, got = random_cache(whole, [7, 300]), random_cache(other, [7, 300])
+    assert got.lengths.tolist() == [7, 300]
+    for a, b in zip(wanted.layers, got.layers, strict=True):
+        parts = [np.asarray(part) for part in b if part is not None]
+        joined = np.concatenate(parts, axis=1)
+        np.testing.assert_array_equal(np.asarray(a.device), joined)
+    first, second = wanted.layers[:2]
+    assert not np.array_equal(np.asarray(first.device), np.asarray(second.device))
+
+
+def test_a_rewound_cache_repeats_its_steps():
+    placement = placement_of(ring_id=702, batch_size=2, device_cells=0)
+    step = step_of(placement)
+    with Ring.open(placement):
+        cache = random_cache(placement, [200, 5])
+        once = run_steps(step, first_of(placement), cache, 4)
+        assert once.cache.lengths.tolist() == [204, 9]
+        assert np.asarray(once.cache.stamp).any()
+        cache = rewind(placement, once.cache, [200, 5])
+        assert cache.lengths.tolist() == [200, 5]
+        assert not np.asarray(cache.stamp).any()
+        again = run_steps(step, first_of(placement), cache, 4)
+    drawn = [[tokens.tolist() for tokens in run.drawn] for run in (once, again)]
+    assert drawn[0] == drawn[1]
+    assert len({str(tokens) for tokens in drawn[0]}) > 1
+    assert once.seconds > 0
+
+
+def test_costs_are_measured_on_the_device():
+    placement = placement_of(ring_id=703, num_layers=2, device_cells=None)
+    costs = measure_costs(placement, step_of(placement), steps=2, repeats=1)
+    assert 1e8 < costs.link_bytes_s < 1e12
+    assert 0 < costs.attend_bytes_s < 1e12
+    assert 0 < costs.step_s < 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"device_cells": 0}, "all cells on the device"),
+        ({"device_cells": None, "capacity": 256}, "capacity must be above 262 cells"),
+    ],
+)
+def test_costs_need_a_cache_on_the_device_with_room(changes, said):
+    placement = placement_of(ring_id=704, num_layers=2, **changes)
+    with pytest.raises(ValueError, match=said):
+        measure_costs(placement, step_of(placement), steps=4)
+
+
+def test_provenance_says_what_was_run_on_what():
+    found = provenance(
+        jax.devices()[0],
+        ("jax", "no-such-package"),
+        ["bench.py", "--a=1", "--json=/x/y.json", "--b=two words"],
+    )
+    assert found["command"] == "python bench.py --a=1 '--b=two words'"
+    assert found["versions"]["jax"] == jax.__version__
+    assert found["versions"]["no-such-package"] is None
+    assert found["gpu"] is None and found["driver"] is None
+    given = provenance(jax.devices()[0], (), [], commit="1234")
+    assert given["commit"] == "1234"
