@@ -346,6 +346,7 @@ class Bench:
             tokens=np.stack([np.asarray(tokens) for tokens in drawn]),
             delivered=since(start, end) if ring else None,
             ring_bytes=end.ring_bytes if ring else 0,
+            num_slots=end.num_slots if ring else 0,
             ring_driver_bytes=before.free_bytes - after.free_bytes if ring else 0,
             used_bytes=after.total_bytes - after.free_bytes,
         )

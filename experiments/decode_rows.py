@@ -30,9 +30,9 @@ class Arm:
         where = "" if self.device_cells in ("0", None) else f" +{self.device_cells}"
         if self.name != "pipelined":
             return self.name + where
-        slots = self.ring.budget // self.ring.slot_bytes
-        size = f"{slots} x {self.ring.slot_bytes / MIB:g} MiB"
-        return f"pipelined{where}, {size}, depth {self.ring.depth}"
+        budget, slot = self.ring.budget / MIB, self.ring.slot_bytes / MIB
+        sizes = f"ring {budget:g} MiB, slots {slot:g} MiB"
+        return f"pipelined{where}, {sizes}, depth {self.ring.depth}"
 
     @property
     def plain(self) -> bool:
@@ -65,6 +65,7 @@ class Run(NamedTuple):
     tokens: np.ndarray  # [steps, B], those of the warm-up among them
     delivered: RingStats | None  # in the timed steps
     ring_bytes: int
+    num_slots: int
     ring_driver_bytes: int  # by which the driver's free bytes fell
     used_bytes: int  # of device memory, as the driver says
 
@@ -194,6 +195,7 @@ def ring_facts(arm: Arm, runs: list[Run]) -> dict:
         "depth": arm.ring.depth,
         "slot_bytes": arm.ring.slot_bytes,
         "budget_bytes": arm.ring.budget,
+        "num_slots": runs[-1].num_slots,
         "early_share": ratio(
             counts.early_bytes, counts.early_bytes + counts.ordered_bytes
         ),

@@ -8,7 +8,7 @@ arithmetic alone (a counter through MurmurHash3's finaliser), so they are the sa
 everywhere. Predicted: every hash equal on every device and at every placement, since
 the order of each sum is fixed by cell index (ops/block_math.h).
 
-Each program holds all groups and variants of one head size, cache dtype and width:
+Each case runs over these sequences:
 
     sequence   0    1    2    3    4     5     6     7
     length     0    1  127  128  129  1023  1024  1025     and up to T rows behind it
@@ -59,20 +59,13 @@ class Variant(NamedTuple):
     soft_cap: float | None = None
 
 
-class Width(NamedTuple):
-    """Rows of a step, and the groups that attend with so many."""
-
-    num_new: int  # T
-    groups: tuple[int, ...]
-
-
 VARIANTS = (
     Variant("plain"),
     Variant("window 130", window=130),
     Variant("soft cap 3", soft_cap=3.0),
     Variant("denormal values", layer=1),
 )
-WIDTHS = (Width(1, GROUPS), Width(8, GROUPS), Width(40, (4,)))
+STEPS = [(num_new, group) for num_new in (1, 8) for group in GROUPS] + [(40, 4)]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -133,20 +126,22 @@ def hashes(head_dim: int, dtype: str, device_cells: int | None) -> dict[str, str
       dtype: Of the cache.
       device_cells: Cells of each sequence on the device; the others come by the ring.
     """
-    placement = place(head_dim, dtype, device_cells)
-    config = RingConfig(depth=2, slot_bytes=2 * smallest_slot(placement))
-    cells = make_cells(placement)
+    placements = {g: place(head_dim, dtype, device_cells, g) for g in GROUPS}
+    first = placements[GROUPS[0]]
+    config = RingConfig(depth=2, slot_bytes=2 * smallest_slot(first))
+    cells = make_cells(first)
     found = {}
-    with Ring.open(placement, config):
-        for width in WIDTHS:
-            outs, cells = run(placement, width, cells)
+    with Ring.open(first, config):
+        for num_new, group in STEPS:
+            outs, cells = run(placements[group], num_new, cells)
+            start = f"head size {head_dim}, {dtype}, {num_new} new, group {group}"
             for name, out in outs.items():
-                case = f"head size {head_dim}, {dtype}, {width.num_new} new, {name}"
-                found[case] = hashlib.sha256(np.asarray(out).tobytes()).hexdigest()
+                digest = hashlib.sha256(np.asarray(out).tobytes()).hexdigest()
+                found[f"{start}, {name}"] = digest
     return found
 
 
-def place(head_dim: int, dtype: str, device_cells: int | None) -> Placement:
+def place(head_dim: int, dtype: str, device_cells: int | None, group: int) -> Placement:
     config = CacheConfig(
         num_layers=1 + max(variant.layer for variant in VARIANTS),
         batch_size=len(LENGTHS),
@@ -156,7 +151,7 @@ def place(head_dim: int, dtype: str, device_cells: int | None) -> Placement:
         dtype=dtype,
         device_cells=device_cells,
     )
-    num_heads = NUM_KV_HEADS * max(GROUPS)
+    num_heads = NUM_KV_HEADS * group
     return Placement(config=config, num_heads=num_heads, mesh=make_mesh())
 
 
@@ -182,60 +177,65 @@ def put(x: np.ndarray, sharding: NamedSharding) -> Array:
 
 
 def run(
-    placement: Placement, width: Width, cells: tuple[LayerCells, ...]
+    placement: Placement, num_new: int, cells: tuple[LayerCells, ...]
 ) -> tuple[dict[str, Array], tuple[LayerCells, ...]]:
-    """One step over the cells: the output of each attend, and the cells."""
-    config = placement.config
-    shape = (len(LENGTHS), width.num_new)
-    kv = (*shape, NUM_KV_HEADS, config.head_dim)
-    query = (*shape, placement.num_heads, config.head_dim)
-    v = numbers(kv, salt=3, dtype=config.dtype)
-    num_new = width.num_new - np.arange(len(LENGTHS)) % min(3, width.num_new)
-    rows = (
-        np.zeros(shape, np.int32),
-        num_new.astype(np.int32),
-        numbers(query, salt=4, dtype="float32"),
-        numbers(kv, salt=2, dtype=config.dtype),
-        np.stack([v, denormal(v)]),
-    )
+    """One step over the cells: the output of each variant, and the cells.
+
+    Args:
+      placement: Of the cells; its query heads are those of one group size.
+      num_new: T; some sequences drop up to two of their rows.
+      cells: Donated. They may hold an earlier step's rows above the lengths.
+    """
     shardings = placement.cache_shardings()
-    cache = Cache(
-        cells,
-        put(np.array(LENGTHS, np.int32), shardings.lengths),
-        jnp.zeros((1, 2), jnp.uint32, device=shardings.stamp),
-    )
-    rows = jax.device_put(rows, placement.sharding(P()))
-    outs, cache = program(placement, width)(cache, *rows)
+    lengths = put(np.array(LENGTHS, np.int32), shardings.lengths)
+    stamp = jnp.zeros((1, 2), jnp.uint32, device=shardings.stamp)
+    rows = jax.device_put(make_rows(placement, num_new), placement.sharding(P()))
+    outs, cache = program(placement)(Cache(cells, lengths, stamp), *rows)
     return outs, cache.layers
 
 
-def program(placement: Placement, width: Width) -> Callable[..., Any]:
-    """A jitted step that attends once for each group and variant."""
+def make_rows(placement: Placement, width: int) -> tuple[np.ndarray, ...]:
+    """tokens [B, T], num_new [B], q [B, T, N, H], k and, for each layer, v."""
+    config = placement.config
+    shape = (len(LENGTHS), width)
+    num_new = width - np.arange(len(LENGTHS)) % min(3, width)
+    q = (*shape, placement.num_heads, config.head_dim)
+    kv = (*shape, NUM_KV_HEADS, config.head_dim)
+    v = numbers(kv, salt=3, dtype=config.dtype)
+    return (
+        np.zeros(shape, np.int32),
+        num_new.astype(np.int32),
+        numbers(q, salt=4, dtype="float32"),
+        numbers(kv, salt=2, dtype=config.dtype),
+        np.stack([v, denormal(v)]),
+    )
+
+
+def program(placement: Placement) -> Callable[..., Any]:
+    """A jitted step that attends once for each variant."""
 
     def step(cache, tokens, num_new, q, k, v):
-        attends = [(g, variant) for g in width.groups for variant in VARIANTS]
-        keys = tuple((variant.layer, variant.window) for _, variant in attends)
-        _, step = Step.begin(placement, cache, tokens, num_new, keys)
-        outs = {}
-        for group, variant in attends:
-            outs[f"group {group}, {variant.name}"] = step.attend(
+        attends = tuple((variant.layer, variant.window) for variant in VARIANTS)
+        _, step = Step.begin(placement, cache, tokens, num_new, attends)
+        outs = {
+            variant.name: step.attend(
                 variant.layer,
-                q[:, :, : NUM_KV_HEADS * group],
+                q,
                 k,
                 v[variant.layer],
                 scale=placement.config.head_dim**-0.5,
                 window=variant.window,
                 soft_cap=variant.soft_cap,
             )
+            for variant in VARIANTS
+        }
         return outs, step.end()
 
     return jax.jit(
         step,
         donate_argnames="cache",
         out_shardings=(placement.sharding(P()), placement.cache_shardings()),
-        compiler_options={
-            "xla_backend_optimization_level": 0
-        },  # the work is in the ops
+        compiler_options={"xla_backend_optimization_level": 0},  # the work is in ops
     )
 
 

@@ -669,12 +669,12 @@ def test_operands_that_do_not_fit_are_refused(wrong, text):
     call()
 
 
-def test_keys_of_another_size_are_refused_while_tracing():
+def test_values_of_another_size_are_refused_while_tracing():
     case = Case()
     placement = place(case, 1)
-    problem = make_problem(case._replace(head_dim=72), [5], [1])
+    problem = make_problem(case._replace(value_dim=72), [5], [1])
     cache = make_cache(placement, make_problem(case, [5], [1]))
-    with pytest.raises(ValueError, match="keys of 64 and values of 64, got 72 and 64"):
+    with pytest.raises(ValueError, match="keys of 64 and values of 64, got 64 and 72"):
         program(placement, case).lower(cache, *arguments(placement, problem.steps[0]))
 
 

@@ -37,15 +37,17 @@ from absl.testing import flagsaver
 script = Path(sys.argv[1])
 sys.path.insert(0, str(script.parent))
 module = importlib.import_module(script.stem)
+cases = json.loads(sys.argv[2])
 found = []
-for args in json.loads(sys.argv[2]):
+for args in cases:
+    sys.argv = [script.name, *args]
     out, errors = io.StringIO(), io.StringIO()
     with (
         flagsaver.flagsaver(),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(errors),
     ):
-        flags.FLAGS([script.name, *args])
+        flags.FLAGS(sys.argv)
         code = module.main([script.name])
     found.append((code, out.getvalue(), errors.getvalue()))
 print(json.dumps(found))
@@ -65,7 +67,10 @@ def run_all(script: str, *cases: list[str]) -> list[tuple[int, str, str]]:
 REFUSED = {
     "arm": (["--arms=device,magic"], "must be of device, ordered, pipelined, xla"),
     "no ring": (["--arms=pipelined", "--budget_mib=0"], "budget_bytes is 0"),
-    "budget": (["--arms=pipelined", "--budget_mib=16"], "needs 3 slots of 8388608"),
+    "budget": (
+        ["--arms=pipelined", "--budget_mib=1", "--slot_mib=1"],
+        "slots of 1048576 bytes",
+    ),
     "slot": (["--arms=ordered", "--slot_mib=0.01"], "slot_bytes must hold one block"),
     "no tail": (
         ["--arms=ordered", "--cells=100", "--device_cells=128"],
@@ -96,7 +101,7 @@ def bench(tmp_path_factory) -> dict:
     return {
         "path": path,
         "found": json.loads(path.read_text()),
-        "shown": ran[2],
+        "shown": ran[1],
         "refused": dict(zip(REFUSED, refused, strict=True)),
     }
 
@@ -173,7 +178,7 @@ XLA = Arm(name="xla", device_cells="0")
 def run_of(tokens: list[list[int]], *, step_s: float = 1.0) -> Run:
     """A run without a ring that drew `tokens`, all but the warm-up's timed."""
     drawn = np.array(tokens, np.int32)
-    return Run(step_s, [], drawn, None, ring_bytes=0, ring_driver_bytes=0, used_bytes=0)
+    return Run(step_s, [], drawn, None, 0, 0, 0, 0)
 
 
 def test_one_other_token_in_one_run_is_told():

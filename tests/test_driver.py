@@ -318,5 +318,7 @@ def test_a_broken_ring_is_found(mutants: dict[str, Path], name: str):
 def test_thread_sanitizer_finds_a_missing_wait(tmp_path: Path):
     sanitized(THREADS, tmp_path)
     change = MUTANTS["launch_does_not_wait_for_ready"].change
-    done = play(build_mutant("race", change, THREADS), "fuzz", "--seeds=20")
+    done = play(
+        build_mutant("race", change, THREADS), "fuzz", "--seeds=60", "--go_on=1"
+    )
     assert "ThreadSanitizer: data race" in done.stderr

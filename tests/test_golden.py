@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from experiments import golden
+from kvjax.delivery.ring import Ring
 from kvjax.shapes import BLOCK, GROUP
 
 PATH = Path(__file__).parent / "data" / "golden.json"
@@ -23,8 +24,8 @@ def test_attention_has_the_bits_of_the_gpu(head_dim, dtype):
 
 def test_the_file_holds_every_case_and_says_how_it_was_made():
     held = golden.read(PATH)
-    per_geometry = sum(len(w.groups) for w in golden.WIDTHS) * len(golden.VARIANTS)
-    assert len(held["sha256"]) == len(golden.geometries()) * per_geometry
+    cases = len(golden.geometries()) * len(golden.STEPS) * len(golden.VARIANTS)
+    assert len(held["sha256"]) == cases
     assert len({*held["sha256"].values()}) == len(held["sha256"])
     assert held["made"]["gpu"].startswith("NVIDIA")
     for name in ("driver", "commit", "versions", "command"):
@@ -34,9 +35,8 @@ def test_the_file_holds_every_case_and_says_how_it_was_made():
 def test_cases_lie_around_borders_of_blocks_and_groups():
     for border in (BLOCK, BLOCK * GROUP):
         assert {border - 1, border, border + 1} <= {*golden.LENGTHS}
-    assert {(w.num_new, g) for w in golden.WIDTHS for g in w.groups} >= {
-        (num_new, group) for num_new in (1, 8) for group in (1, 3, 4, 8)
-    }
+    for num_new in (1, 8):
+        assert {(num_new, group) for group in (1, 3, 4, 8)} <= {*golden.STEPS}
 
 
 def test_inputs_are_these_bits():
@@ -58,10 +58,10 @@ def by_hand(i: int) -> float:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_denormal_values_reach_the_output(dtype):
-    placement = golden.place(64, dtype, 128)
-    width = golden.Width(1, (1,))
-    outs, _ = golden.run(placement, width, golden.make_cells(placement))
-    out = np.abs(np.asarray(outs["group 1, denormal values"]))
+    placement = golden.place(64, dtype, 128, group=1)
+    with Ring.open(placement):
+        outs, _ = golden.run(placement, 1, golden.make_cells(placement))
+    out = np.abs(np.asarray(outs["denormal values"]))
     assert 0 < out.max() < jnp.finfo(jnp.float32).tiny
     assert np.count_nonzero(out) > out.size / 2
 

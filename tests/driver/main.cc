@@ -1,11 +1,13 @@
 // The ring without XLA and Python. Each mode prints a verdict and exits with 1 if it is
 // bad.
 //
-//   driver fuzz --seeds=1000 --first=0 --workers=8    real streams with random delays
-//   driver recording --seeds=1000 --first=0           what orders what, whatever the
-//   delays driver virtual                                    makespans on a simulated
-//   clock driver ranges --lengths=300,10 ...                prints the cut of a layer's
-//   tail
+//   fuzz       random steps on threads with random delays
+//   recording  the same steps: what orders what, whatever the delays
+//   virtual    makespans on a simulated clock
+//   ranges     the cut of a layer's tail, as JSON
+//
+// Flags of the first two: --seeds, --first, --workers, and --go_on=1 to go on after a
+// failure. Of ranges: --lengths=300,10, --slot_bytes, and the fields of LayerShape.
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -45,15 +47,17 @@ std::unique_ptr<Machine> MakeMachine(uint64_t seed, bool threads) {
   return MakeStreams(~seed, kDelays[seed / 7 % 5], /*is_inline=*/seed % 6 == 5);
 }
 
-// Plays seeds on some host threads until one fails.
+// Plays seeds on some host threads until one fails, or all of them.
 int PlayAll(const char* mode, const std::vector<std::string>& args, bool threads) {
   const int64_t first = Number(args, "first", 0), seeds = Number(args, "seeds", 1000);
+  const bool go_on = Number(args, "go_on", 0) != 0;
   std::atomic<int64_t> next{first}, bad_seed{-1}, launches{0};
   std::mutex mutex;
   RingStats total;
   std::string failure;
   const auto work = [&] {
-    for (int64_t seed = next++; seed < first + seeds && bad_seed < 0; seed = next++) {
+    for (int64_t seed = next++; seed < first + seeds && (bad_seed < 0 || go_on);
+         seed = next++) {
       const auto machine = MakeMachine(uint64_t(seed), threads);
       const PlayResult result = Play(uint64_t(seed), machine.get(), threads).Run();
       std::lock_guard<std::mutex> lock(mutex);

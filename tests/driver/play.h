@@ -32,7 +32,8 @@ class Play {
   PlayResult Run();
 
  private:
-  void Open(uint64_t seed);
+  void Open();
+  void Reopen();
   void Step();
   uint64_t Change();
   void PlayIdle();
@@ -59,6 +60,7 @@ class Play {
   const bool threads_;
   TestCache cache_;
   const int64_t ring_id_;
+  const uint64_t seed_;
   RingSettings settings_;
   std::shared_ptr<Ring> ring_;
   bool sources_stay_mapped_ = false;
@@ -74,6 +76,8 @@ class Play {
   bool clean_ = true;             // no jump or mishap so far
   int64_t slot_launches_ = 0;     // of this attend
   int64_t scratch_launches_ = 0;  // of this attend
+  int64_t copied_before_ = 0;     // bytes, when this ring was opened
+  RingStats closed_;              // counts of the rings before this one
   int64_t launches_ = 0;
   int64_t delivered_segments_ = 0;
   int64_t delivered_bytes_ = 0;
