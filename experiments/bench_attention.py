@@ -108,7 +108,7 @@ def run(
     }
     print(f"link {link / GB:.1f} GB/s, memory {read / GB:,.0f} GB/s")
     todo = [(b, n, arm) for b in batch for n in cells for arm in arms]
-    with tqdm(todo, leave=False) as bar:
+    with tqdm(todo, leave=False, disable=None) as bar:
         for num_seqs, length, arm in bar:
             bar.set_description(f"{length:,} x {num_seqs}: {arm}")
             placement = place(config, num_seqs, length, arm, mesh, dtype)

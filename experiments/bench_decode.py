@@ -225,7 +225,9 @@ def run(
     else:
         model, config = load(checkpoint, dtype=weights, mesh=mesh)
     bench = Bench(model, config, mesh, dtype, effort, link)
-    with tqdm(total=sum(bench.turns(arms, c) for c in cases), leave=False) as bar:
+    with tqdm(
+        total=sum(bench.turns(arms, c) for c in cases), leave=False, disable=None
+    ) as bar:
         for case in cases:
             try:
                 found["rows"] += bench.measure(arms, case, bar)

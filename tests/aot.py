@@ -115,10 +115,10 @@ def compile_all(cases: list[Case], folder: Path) -> dict[Case, Compiled]:
         for half in halves
         if half
     ]
-    for process in running:
-        errors = process.communicate()[1]
+    errors = [process.communicate()[1] for process in running]
+    for process, error in zip(running, errors, strict=True):
         if process.returncode != 0:
-            raise RuntimeError(errors[-4000:])
+            raise RuntimeError(error[-4000:])
     return {case: read(folder / f"{case}.json") for case in cases}
 
 

@@ -111,6 +111,12 @@ def test_imports_go_one_way(layer):
         assert set(kvjax_imports(path)) <= set(allowed), path
 
 
+def test_every_native_source_is_built():
+    listed = (ROOT / "ops/CMakeLists.txt").read_text().replace(")", " ").split()
+    sources = {path.name for path in (ROOT / "ops").glob("*.c[cu]")}
+    assert sources and sources <= set(listed)
+
+
 def test_quick_start_is_two_bash_blocks():
     found = blocks(section("Quick start"))
     assert [language for language, _ in found] == ["bash", "bash"]

@@ -98,7 +98,9 @@ def run(
     }
     with torch.inference_mode():
         model = make_model(config, device)
-        with tqdm(total=len(cells) * len(arms) * repeats, leave=False) as bar:
+        with tqdm(
+            total=len(cells) * len(arms) * repeats, leave=False, disable=None
+        ) as bar:
             for length in cells:
                 for arm in arms:
                     bar.set_description(f"{length:,} x {batch}: {arm}")

@@ -107,7 +107,7 @@ def _call(op: str, results, aliases: dict[int, int], operands, **attrs):
     """Calls a native op. None is marked as a side effect, begin neither.
 
     Their results are used, so none is left out, and a program with effects is dispatched
-    by jax's slow path: 2.7 ms a step with 230 weights. Two equal begins may then become
+    by jax's slow path: 2.5 ms a step with 227 weights. Two equal begins may then become
     one; the second step's attends are out of its plan's order and go ordered, same bits.
     """
     call = jax.ffi.ffi_call(f"kvjax_{op}_{ABI}", results, input_output_aliases=aliases)

@@ -62,9 +62,7 @@ int PlayAll(const char* mode, const std::vector<std::string>& args, bool threads
       const PlayResult result = Play(uint64_t(seed), machine.get(), threads).Run();
       std::lock_guard<std::mutex> lock(mutex);
       launches += result.launches;
-#define KVJAX_SUM(name) total.name += result.stats.name;
-      KVJAX_RING_COUNTS(KVJAX_SUM)
-#undef KVJAX_SUM
+      Add(result.stats, &total);
       if (result.failure.empty() || bad_seed >= 0) continue;
       bad_seed = seed;
       failure = result.failure;

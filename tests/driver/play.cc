@@ -7,20 +7,34 @@
 
 namespace kvjax {
 
+void Add(const RingStats& stats, RingStats* sum) {
+#define KVJAX_ADD(name) sum->name += stats.name;
+  KVJAX_RING_COUNTS(KVJAX_ADD)
+#undef KVJAX_ADD
+}
+
 Play::Play(uint64_t seed, Machine* machine, bool threads)
     : random_(seed),
       machine_(*machine),
       threads_(threads),
       cache_(&random_, machine),
-      ring_id_(int64_t(seed)) {
-  Open(seed);
+      ring_id_(int64_t(seed)),
+      seed_(seed) {
+  if (!random_.Chance(0.02)) {
+    Open();
+    return;
+  }
+  // No ring is opened yet: an ordered one, until Reopen.
+  ring_ = FindRing(ring_id_, 0, [&](int64_t) { return machine_.MakeTransport({}); });
+  settings_ = ring_->settings();
+  machine_.scratch = machine_.Allocate(settings_.slot_bytes);
 }
 
 Play::~Play() {
   if (closer_.joinable()) closer_.join();
 }
 
-void Play::Open(uint64_t seed) {
+void Play::Open() {
   const int64_t num_slots = random_.Pick<int64_t>({1, 2, 3, 3, 4, 5, 8});
   settings_.depth = random_.Between(0, 4);
   settings_.num_slots = settings_.depth == 0 ? 0 : num_slots;
@@ -39,7 +53,7 @@ void Play::Open(uint64_t seed) {
       machine_.Allocate(std::max(settings_.slot_bytes, kBlock * largest));
 
   Emulation emulation;
-  emulation.seed = seed;
+  emulation.seed = seed_;
   emulation.max_delay_us = random_.Pick<int64_t>({0, 0, 10, 50, 200});
   emulation.fail_allocation = random_.Chance(0.03);
   emulation.sources_stay_mapped = random_.Chance(0.5);
@@ -50,15 +64,31 @@ void Play::Open(uint64_t seed) {
   ring_ = PeekRing(ring_id_, 0);
 }
 
+// Closes the ring and opens another one in its place, now, be a step under way or not.
+void Play::Reopen() {
+  if (closer_.joinable()) closer_.join();
+  CloseRing(ring_id_, 0);
+  clean_ = false;
+  CheckCounts();
+  Add(ring_->stats(), &closed_);
+  copied_before_ = machine_.copied_bytes();
+  delivered_segments_ = delivered_bytes_ = 0;
+  ledger_ = {};
+  clean_ = true;
+  Open();
+}
+
 PlayResult Play::Run() {
   const int64_t num_steps = random_.Between(2, 5);
   for (int64_t i = 0; i < num_steps && !failed(); ++i) {
     Step();
     if (random_.Chance(0.03)) PlayIdle();
     if (random_.Chance(0.04)) CloseSoon();
+    if (random_.Chance(0.03)) Reopen();
   }
   End();
-  return {machine_.failure(), ring_->stats(), launches_};
+  Add(ring_->stats(), &closed_);
+  return {machine_.failure(), closed_, launches_};
 }
 
 void Play::Step() {
@@ -71,6 +101,7 @@ void Play::Step() {
   for (AttendKey key : DrawCalls(attends)) {
     if (failed() || !AttendOnce(key)) break;
     if (random_.Chance(0.02)) CloseSoon();
+    if (random_.Chance(0.01)) Reopen();
   }
   if (!ledger_.open()) FreeOld(sources_stay_mapped_);
   cache_.Advance();
@@ -287,12 +318,12 @@ void Play::CheckCounts() {
   const RingStats stats = ring_->stats();
   const std::string wrong = ledger_.Compare(stats);
   Expect(wrong.empty(), wrong);
+  const int64_t copied = machine_.copied_bytes() - copied_before_;
   const int64_t counted = stats.early_bytes + stats.ordered_bytes + stats.gap_bytes;
   // What was sent ahead and isn't used, or not yet, is not counted.
   const bool ahead = settings_.num_slots > 0;
-  Expect(
-      ahead ? counted <= machine_.copied_bytes() : counted == machine_.copied_bytes(),
-      "bytes early, ordered and in gaps are not those that were copied");
+  Expect(ahead ? counted <= copied : counted == copied,
+         "bytes early, ordered and in gaps are not those that were copied");
   Expect(stats.gap_bytes == 0 || cache_.lengths().size() > 1, "a gap at one sequence");
   Expect(stats.early_bytes >= delivered_bytes_,
          "more bytes were attended than delivered");

@@ -23,6 +23,8 @@ struct PlayResult {
   int64_t launches = 0;
 };
 
+void Add(const RingStats& stats, RingStats* sum);
+
 class Play {
  public:
   // `threads`: the machine has them, so the ring may also be closed by another one.
