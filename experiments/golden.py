@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -167,13 +166,10 @@ def make_cells(placement: Placement) -> tuple[LayerCells, ...]:
             values[...] = denormal(values)
         split = config.layer_device_cells[layer]
         parts = zip((records[:, :split], records[:, split:]), where, strict=True)
-        layers.append(LayerCells(*(put(x, s) if s else None for x, s in parts)))
+        layers.append(
+            LayerCells(*(jax.device_put(x, s) if s else None for x, s in parts))
+        )
     return tuple(layers)
-
-
-def put(x: np.ndarray, sharding: NamedSharding) -> Array:
-    """A copy: XLA would not write in place to memory that NumPy owns."""
-    return jax.device_put(x, sharding, may_alias=False)
 
 
 def run(
@@ -187,7 +183,7 @@ def run(
       cells: Donated. They may hold an earlier step's rows above the lengths.
     """
     shardings = placement.cache_shardings()
-    lengths = put(np.array(LENGTHS, np.int32), shardings.lengths)
+    lengths = jax.device_put(np.array(LENGTHS, np.int32), shardings.lengths)
     stamp = jnp.zeros((1, 2), jnp.uint32, device=shardings.stamp)
     rows = jax.device_put(make_rows(placement, num_new), placement.sharding(P()))
     outs, cache = program(placement)(Cache(cells, lengths, stamp), *rows)

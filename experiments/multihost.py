@@ -10,14 +10,16 @@ To try it on one machine, with emulated devices on a CPU:
     python experiments/multihost.py --local_processes=2 --devices_per_process=2 \\
         --max_new_tokens=8
 
-Predicted: each process holds 1 / num_processes of the cells' bytes; the tokens are those
-of one process with as many devices.
+Predicted: each process holds 1 / num_processes of the cells' bytes; the tokens are
+those of one process with as many devices.
 """
 
 import json
+import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,7 +46,7 @@ DEVICES_PER_PROCESS = flags.DEFINE_integer(
     "devices_per_process", 1, "Emulated, where there is no GPU.", lower_bound=1
 )
 HEARTBEAT_S = flags.DEFINE_integer(
-    "heartbeat_s", 20, "After so long without a sign a process counts as dead.", lower_bound=5
+    "heartbeat_s", 20, "A process silent for so long counts as dead.", lower_bound=5
 )
 GEOMETRY = flags.DEFINE_enum(
     "geometry", "sharded-demo", sorted(GEOMETRIES), "Of a model of random weights."
@@ -57,8 +59,12 @@ DEVICE_CELLS = flags.DEFINE_integer(
 )
 DTYPE = flags.DEFINE_enum("dtype", "bfloat16", CACHE_DTYPES, "Of the cells.")
 DEPTH = flags.DEFINE_integer("depth", 1, "Of the ring; 0 = ordered.")
-BUDGET_MIB = flags.DEFINE_float("budget_mib", 64, "Of each device's ring.", lower_bound=0)
+BUDGET_MIB = flags.DEFINE_float(
+    "budget_mib", 64, "Of each device's ring.", lower_bound=0
+)
 JSON = flags.DEFINE_string("json", None, "Process 0 writes tokens and figures here.")
+
+GRACE_S = 10  # past the heartbeat, for a process to end by itself
 
 
 def main(argv: Sequence[str]) -> int:
@@ -81,13 +87,12 @@ def main(argv: Sequence[str]) -> int:
             max_new_tokens=MAX_NEW_TOKENS.value,
             device_cells=DEVICE_CELLS.value,
             dtype=DTYPE.value,
-            ring_config=RingConfig(
-                depth=DEPTH.value, budget_bytes=round(BUDGET_MIB.value * MIB)
-            ),
+            depth=DEPTH.value,
+            budget_bytes=round(BUDGET_MIB.value * MIB),
             json_path=JSON.value,
         )
     except ValueError as error:
-        print(f"process {PROCESS_ID.value}: error: {error}", file=sys.stderr, flush=True)
+        complain(f"process {PROCESS_ID.value}: error: {error}")
         return 2
     return 0
 
@@ -98,16 +103,43 @@ def launch(num_processes: int) -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     flags_given = [a for a in sys.argv[1:] if not a.startswith("--local_processes")]
-    command = [sys.executable, __file__, *flags_given, f"--coordinator=127.0.0.1:{port}"]
-    command.append(f"--num_processes={num_processes}")
+    command = [sys.executable, __file__, *flags_given]
+    command += [f"--coordinator=127.0.0.1:{port}", f"--num_processes={num_processes}"]
     running = [
         subprocess.Popen([*command, f"--process_id={i}"]) for i in range(num_processes)
     ]
-    codes = [process.wait() for process in running]
+    try:
+        codes = wait(running, HEARTBEAT_S.value + GRACE_S)
+    finally:
+        for process in running:
+            process.kill()
     failed = {i: code for i, code in enumerate(codes) if code != 0}
     if failed:
-        print(f"failed: exit codes by process {failed}", file=sys.stderr, flush=True)
+        complain(f"failed: exit codes by process {failed}")
     return max(map(abs, codes))
+
+
+def wait(processes: list[subprocess.Popen], patience_s: float) -> list[int]:
+    """Exit codes of all. Names the first that fails; ends those that outlive it."""
+    deadline = None
+    while waiting := [i for i, p in enumerate(processes) if p.poll() is None]:
+        failed = {i: p.returncode for i, p in enumerate(processes) if p.returncode}
+        if failed and deadline is None:
+            complain(f"the first to fail: exit codes by process {failed}")
+            deadline = time.monotonic() + patience_s
+        if deadline is not None and time.monotonic() > deadline:
+            complain(
+                f"still running after {patience_s} s, ended now: processes {waiting}"
+            )
+            break
+        time.sleep(0.1)
+    for i in waiting:
+        processes[i].kill()
+    return [process.wait() for process in processes]
+
+
+def complain(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def join(
@@ -133,6 +165,7 @@ def join(
         num_processes,
         process_id,
         heartbeat_timeout_seconds=heartbeat_s,
+        shutdown_timeout_seconds=heartbeat_s,  # of a failed one, waiting for the others
         initialization_timeout=60,
     )
 
@@ -145,7 +178,8 @@ def decode(
     max_new_tokens: int,
     device_cells: int,
     dtype: str,
-    ring_config: RingConfig,
+    depth: int,
+    budget_bytes: int,
     json_path: str | None,
 ) -> None:
     agreement.check_equal(
@@ -157,8 +191,9 @@ def decode(
         }
     )
     mesh = make_mesh({"tp": jax.device_count()})
-    placement = Placement(
-        config=CacheConfig(
+
+    def plan() -> tuple[Placement, RingConfig]:
+        config = CacheConfig(
             num_layers=model_config.num_layers,
             batch_size=batch_size,
             capacity=prompt_tokens + max_new_tokens,
@@ -166,22 +201,31 @@ def decode(
             head_dim=model_config.head_dim,
             dtype=dtype,
             device_cells=device_cells,
-        ),
-        num_heads=model_config.num_heads,
-        mesh=mesh,
-    )
+        )
+        placement = Placement(
+            config=config, num_heads=model_config.num_heads, mesh=mesh
+        )
+        return placement, RingConfig(depth=depth, budget_bytes=budget_bytes)
+
+    placement, ring_config = agreement.together(plan)
     say(describe(placement, ring_config))
-    with Ring.open(placement, ring_config) as ring:
+    with agreement.together(lambda: Ring.open(placement, ring_config)) as ring:
         cache = init_cache(placement)
         held = [held_bytes(part) for cells in cache.layers for part in cells]
         platform = mesh.devices.flat[0].platform
         model = random_model(
-            model_config, dtype="float32" if platform == "cpu" else "bfloat16", mesh=mesh
+            model_config,
+            dtype="float32" if platform == "cpu" else "bfloat16",
+            mesh=mesh,
         )
         draw = np.random.default_rng(0)
         prompts = draw.integers(0, model_config.vocab_size, (batch_size, prompt_tokens))
         made = generate(
-            Decoder(model, placement), cache, prompts.tolist(), max_new_tokens=max_new_tokens
+            Decoder(model, placement),
+            cache,
+            prompts.tolist(),
+            max_new_tokens=max_new_tokens,
+            on_token=Progress(),
         )
         stats, declines = ring.stats(), sorted(set(ring.declines().values()))
     mine = {
@@ -193,7 +237,21 @@ def decode(
     }
     all_of_them = [json.loads(text) for text in agreement.gather(json.dumps(mine))]
     if jax.process_index() == 0:
-        report(all_of_them, made.timings.decode_s / made.timings.decode_steps, json_path)
+        report(
+            all_of_them, made.timings.decode_s / made.timings.decode_steps, json_path
+        )
+
+
+class Progress:
+    """Says once that decoding is under way: when a second token has come."""
+
+    def __init__(self):
+        self._tokens = 0
+
+    def __call__(self, sequence: int, token: int) -> None:
+        self._tokens += sequence == 0
+        if sequence == 0 and self._tokens == 2:
+            say(f"decodes, pid {os.getpid()}")
 
 
 def describe(placement: Placement, ring_config: RingConfig) -> str:
@@ -202,8 +260,8 @@ def describe(placement: Placement, ring_config: RingConfig) -> str:
     plan = plan_ring(placement, ring_config)
     ring_bytes = plan.ring_bytes if isinstance(plan, Slots) else 0
     return (
-        f"{placement.mesh.size} devices in {jax.process_count()} processes; each device "
-        f"holds {placement.local_heads} kv heads: {need.device_bytes} bytes of cells, "
+        f"{placement.mesh.size} devices in {jax.process_count()} processes; each "
+        f"device holds {placement.local_heads} kv heads: {need.device_bytes} bytes of cells, "
         f"{need.tail_bytes} pinned on its host, ring {ring_bytes}; "
         f"this host pins {need.host_bytes}"
     )
@@ -221,9 +279,14 @@ def report(processes: list[dict], step_s: float, json_path: str | None) -> None:
     for i, figures in enumerate(processes):
         shown = {name: x for name, x in figures.items() if name != "output_ids"}
         print(f"process {i}: {shown}")
-    print(f"{step_s * 1e3:.1f} ms a token; tokens {processes[0]['output_ids']}", flush=True)
+    print(
+        f"{step_s * 1e3:.1f} ms a token; tokens {processes[0]['output_ids']}",
+        flush=True,
+    )
     if json_path is not None:
-        Path(json_path).write_text(json.dumps({"processes": processes, "step_s": step_s}))
+        Path(json_path).write_text(
+            json.dumps({"processes": processes, "step_s": step_s})
+        )
 
 
 def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The letters of every shape in kvjax, and the two sizes that fix how attention adds up.
+"""The letters of every shape, and the two sizes that fix how attention adds up.
 
     B  sequences            N  query heads          D  model width
     T  new tokens           K  key/value heads      F  mlp width

@@ -1,5 +1,4 @@
 #include "append.h"
-
 #include "cuda_status.h"
 
 namespace kvjax {
@@ -35,8 +34,8 @@ Status LaunchBegin(cudaStream_t stream, const int32_t* lengths, int64_t num_seqs
                    const uint32_t* stamp_in, uint64_t stamp, int32_t* words,
                    uint32_t* stamp_out, int32_t* ticket) {
   const uint2 halves = make_uint2(uint32_t(stamp), uint32_t(stamp >> 32));
-  BeginKernel<<<1, 128, 0, stream>>>(lengths, num_seqs, stamp_in, halves, words, stamp_out,
-                                     ticket);
+  BeginKernel<<<1, 128, 0, stream>>>(lengths, num_seqs, stamp_in, halves, words,
+                                     stamp_out, ticket);
   return KVJAX_CUDA(cudaGetLastError());
 }
 

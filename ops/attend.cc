@@ -7,7 +7,8 @@ namespace kvjax {
 namespace {
 
 // A launch's table holds kMaxSpans.
-Status LaunchAll(const Launch& launch, const char* base, const std::vector<Span>& spans) {
+Status LaunchAll(const Launch& launch, const char* base,
+                 const std::vector<Span>& spans) {
   for (size_t i = 0; i < spans.size(); i += kMaxSpans) {
     const size_t end = std::min(spans.size(), i + kMaxSpans);
     KVJAX_RETURN_IF_ERROR(launch(base, {spans.begin() + i, spans.begin() + end}));
@@ -59,10 +60,9 @@ Status AttendPlanned(Ring& ring, Stream compute, const AttendCall& call,
   KVJAX_RETURN_IF_ERROR(CheckCall(ring, call, route.shape));
   const auto resident = ResidentSpans(route.shape, ring.lengths().data());
   KVJAX_RETURN_IF_ERROR(LaunchAll(launch, call.device, resident));
-  return route.delivered
-             ? AttendDelivered(ring, compute, *route.segments, launch)
-             : AttendOrdered(ring, compute, *route.segments, call.tail, call.row_bytes,
-                             launch, scratch);
+  return route.delivered ? AttendDelivered(ring, compute, *route.segments, launch)
+                         : AttendOrdered(ring, compute, *route.segments, call.tail,
+                                         call.row_bytes, launch, scratch);
 }
 
 }  // namespace

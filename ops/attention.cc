@@ -3,10 +3,10 @@
 
 namespace kvjax {
 
-#define KVJAX_DECLARE(target)                                                       \
-  namespace target {                                                                \
+#define KVJAX_DECLARE(target)                                                        \
+  namespace target {                                                                 \
   void AttendSpans(const AttentionShape&, const AttentionBuffers&, const char* base, \
-                   const std::vector<Span>&, const ParallelFor&);                   \
+                   const std::vector<Span>&, const ParallelFor&);                    \
   }
 KVJAX_DECLARE(baseline)
 #if defined(__x86_64__)

@@ -1,21 +1,21 @@
-#include "attention_gpu.h"
-
 #include <algorithm>
 #include <mutex>
 #include <set>
 #include <string>
 #include <type_traits>
 
+#include "attention_gpu.h"
 #include "cuda_status.h"
 
 namespace kvjax {
 namespace {
 
-constexpr int kRunRows = 8;  // query rows of a tile that folds as it goes
+constexpr int kRunRows = 8;         // query rows of a tile that folds as it goes
 constexpr int kFoldThreads = 1024;  // of a fold's CTA; and blocks of one of its rounds
 constexpr int kFoldSlice = 32;      // values of a fold's CTA where no state is carried
 
-constexpr int kThreads = kBlock;  // thread c scores cell c; warp w is chain w of the values
+constexpr int kThreads =
+    kBlock;  // thread c scores cell c; warp w is chain w of the values
 constexpr int kWarps = kThreads / 32;
 static_assert(kWarps == kChains, "a warp for each chain");
 
@@ -36,8 +36,8 @@ struct Params {
 
 // ------------------------------------------------------------------ layout on chip
 
-// Bytes from one staged key to the next: 16 more than a key, so that a column's elements
-// fall on all banks.
+// Bytes from one staged key to the next: 16 more than a key, so that a column's
+// elements fall on all banks.
 __host__ __device__ inline int StagedRow(const AttentionShape& s, int element) {
   return s.head_dim * element + 16;
 }
@@ -88,8 +88,8 @@ struct Shared {
 
 // ------------------------------------------------------------------ loads
 
-// Where a block's records of one head lie: evenly from `plain` on, or where it is null as
-// source[c] says, null for a masked cell.
+// Where a block's records of one head lie: evenly from `plain` on, or where it is null
+// as source[c] says, null for a masked cell.
 struct Cells {
   const char* plain;
   int stride;  // bytes
@@ -102,11 +102,13 @@ struct Cells {
 };
 
 // Starts copying a block's keys into shared memory, 16 bytes a piece, a key's pieces to
-// neighbouring threads; zeros where a cell is masked. What was there before has been read.
-// (One bulk copy a key, Hopper's, is no faster: its engine takes about 60 cycles for each.)
+// neighbouring threads; zeros where a cell is masked. What was there before has been
+// read. (One bulk copy a key, Hopper's, is no faster: its engine takes about 60 cycles
+// for each.)
 template <bool kPlain>
 __device__ void StageKeys(const Cells& cells, int bytes, int row, char* keys) {
-  const int pieces = bytes / 16, cells_on = kThreads / pieces, pieces_on = kThreads % pieces;
+  const int pieces = bytes / 16, cells_on = kThreads / pieces,
+            pieces_on = kThreads % pieces;
   int c = threadIdx.x / pieces, piece = threadIdx.x % pieces;
   uint32_t to = uint32_t(__cvta_generic_to_shared(keys + c * row + piece * 16));
 #pragma unroll 4
@@ -158,7 +160,8 @@ struct Packed {
     Packed x;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      reinterpret_cast<Word*>(x.words)[i] = __ldg(reinterpret_cast<const Word*>(memory) + i);
+      reinterpret_cast<Word*>(x.words)[i] =
+          __ldg(reinterpret_cast<const Word*>(memory) + i);
     }
     return x;
   }
@@ -295,7 +298,8 @@ class Values {
     }
   }
 
-  // Sums the chain by the weights in shared.p into shared.sums. Keys must have been read.
+  // Sums the chain by the weights in shared.p into shared.sums. Keys must have been
+  // read.
   __device__ void Sum(const AttentionShape& s, const Shared<R>& shared, int num_cells) {
     float sums[R][VEC] = {};
     if (cells_.plain != nullptr) {
@@ -329,7 +333,8 @@ class Values {
   }
 
   template <bool kPlain>
-  __device__ void SumChain(const Shared<R>& shared, int num_cells, float (&sums)[R][VEC]) {
+  __device__ void SumChain(const Shared<R>& shared, int num_cells,
+                           float (&sums)[R][VEC]) {
 #pragma unroll
     for (int first = 0; first < kChain; first += kAhead) {
 #pragma unroll
@@ -358,7 +363,8 @@ class Values {
 
 // Scores of thread c's cell for the R rows.
 template <typename E, int R>
-__device__ void Scores(const AttentionShape& s, const Shared<R>& shared, float (&x)[R]) {
+__device__ void Scores(const AttentionShape& s, const Shared<R>& shared,
+                       float (&x)[R]) {
   const char* key = shared.keys + threadIdx.x * StagedRow(s, sizeof(E));
   float sums[R][kLanes] = {};
   const float* rows = shared.q;
@@ -587,12 +593,13 @@ __device__ float FoldOne(float state, float item, Scales scales) {
   return scales.state < 0.0f ? state : folded;
 }
 
-// Folds a span's blocks in order: [T * G * slices of the values, K, spans]. In rounds of
-// kFoldThreads blocks: a thread for each block's scales, a warp for the groups'; then some
-// groups at a time, a thread for each value of each, and one for each value of the total.
-// More than one slice only where no state is carried: they would share its m and sum.
-__global__ void __launch_bounds__(kFoldThreads) FoldKernel(const __grid_constant__ Params p,
-                                                           int slices) {
+// Folds a span's blocks in order: [T * G * slices of the values, K, spans]. In rounds
+// of kFoldThreads blocks: a thread for each block's scales, a warp for the groups';
+// then some groups at a time, a thread for each value of each, and one for each value
+// of the total. More than one slice only where no state is carried: they would share
+// its m and sum.
+__global__ void __launch_bounds__(kFoldThreads)
+    FoldKernel(const __grid_constant__ Params p, int slices) {
   constexpr int kGroups = kFoldThreads / kGroup;
   __shared__ Scales block_scales[kFoldThreads], group_scales[kGroups];
   __shared__ float block_m[kFoldThreads], block_sum[kFoldThreads];
@@ -601,14 +608,15 @@ __global__ void __launch_bounds__(kFoldThreads) FoldKernel(const __grid_constant
   __shared__ float total_m;
 
   const int size = p.s.value_dim, width = (size / slices + 31) / 32 * 32;
-  const int row = blockIdx.x / slices, h = blockIdx.x % slices * width + threadIdx.x % width;
+  const int row = blockIdx.x / slices,
+            h = blockIdx.x % slices * width + threadIdx.x % width;
   const int at = h < size ? h : 0, at_once = kFoldThreads / width;
   const int turn = threadIdx.x / width;  // which of the groups at a time
   const Work w{SpanAt(p, blockIdx.z), int32_t(blockIdx.y), row};
   float* const state =
       p.b.state == nullptr ? nullptr : StateOf(p, w.span.seq, w.head, row);
-  // All threads keep m and sum of the group that is not full and of the total; the thread
-  // of turn 0 also a value of both.
+  // All threads keep m and sum of the group that is not full and of the total; the
+  // thread of turn 0 also a value of both.
   Running open, total;
   if (!w.span.first) {
     open = {state[at], state[size], state[size + 1]};
@@ -718,8 +726,9 @@ __global__ void __launch_bounds__(kFoldThreads) FoldKernel(const __grid_constant
 
 // Folds item (values by f, m, sum: one a row) into part 0 or 1 of shared.state.
 template <int R, typename Value>
-__device__ void FoldShared(const AttentionShape& s, float* state, int part, const float* m,
-                           const float* sum, int stride, const Value& value) {
+__device__ void FoldShared(const AttentionShape& s, float* state, int part,
+                           const float* m, const float* sum, int stride,
+                           const Value& value) {
   const int size = s.value_dim, row_floats = 2 * (size + 2);
   state += part * (size + 2);
   for (int i = threadIdx.x; i < R * size; i += kThreads) {
@@ -741,9 +750,8 @@ __device__ void FoldShared(const AttentionShape& s, float* state, int part, cons
 template <int R>
 __device__ void CloseGroup(const AttentionShape& s, float* state) {
   const int size = s.value_dim, row_floats = 2 * (size + 2);
-  FoldShared<R>(s, state, 1, state + size, state + size + 1, row_floats, [&](int i) {
-    return state[i / size * row_floats + i % size];
-  });
+  FoldShared<R>(s, state, 1, state + size, state + size + 1, row_floats,
+                [&](int i) { return state[i / size * row_floats + i % size]; });
   for (int i = threadIdx.x; i < R * (size + 2); i += kThreads) {
     const int r = i / (size + 2), h = i % (size + 2);
     state[r * row_floats + h] = h == size ? kEmpty : 0.0f;
@@ -891,7 +899,8 @@ Status LaunchSpans(cudaStream_t stream, const AttentionShape& shape,
 }
 
 Status LaunchDevice(cudaStream_t stream, const AttentionShape& shape,
-                    const AttentionBuffers& buffers, const char* cells, float* workspace) {
+                    const AttentionBuffers& buffers, const char* cells,
+                    float* workspace) {
   Params p{shape, buffers, cells, workspace, {}};
   p.b.state = nullptr;
   p.b.error = nullptr;

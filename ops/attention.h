@@ -16,20 +16,22 @@ enum class Type : int32_t { kF32, kBf16 };
 inline int64_t SizeOf(Type type) { return type == Type::kF32 ? 4 : 2; }
 
 struct AttentionShape {
-  int32_t num_seqs;      // B
-  int32_t num_new;       // T
-  int32_t num_heads;     // N
-  int32_t num_kv_heads;  // K, of this device
-  int32_t head_dim;      // H
-  int32_t value_dim;     // Hv
-  int32_t record_size;   // R, elements
-  int32_t capacity;      // cells of a sequence
-  int32_t window;        // 0 = none
+  int32_t num_seqs;       // B
+  int32_t num_new;        // T
+  int32_t num_heads;      // N
+  int32_t num_kv_heads;   // K, of this device
+  int32_t head_dim;       // H
+  int32_t value_dim;      // Hv
+  int32_t record_size;    // R, elements
+  int32_t capacity;       // cells of a sequence
+  int32_t window;         // 0 = none
   float scale, soft_cap;  // soft_cap 0 = none
   Type query_type, cell_type;
 
   KVJAX_HD int32_t group() const { return num_heads / num_kv_heads; }
-  KVJAX_HD int32_t rows() const { return num_new * group(); }  // query rows of a kv head
+  KVJAX_HD int32_t rows() const {
+    return num_new * group();
+  }  // query rows of a kv head
 };
 
 // Floats of a running state of one query row: group and total, each (values, m, sum).
@@ -48,9 +50,9 @@ struct AttentionBuffers {
 
 // Query row r of a kv head is token r / G, head r % G of the group.
 //
-// A query sees stored cells below `length` that no row of the step replaces, and rows of
-// the step at its own place or before; a window leaves those above place - window. Its
-// launches must hold all of that; a sequence for which they don't gets NaN.
+// A query sees stored cells below `length` that no row of the step replaces, and rows
+// of the step at its own place or before; a window leaves those above place - window.
+// Its launches must hold all of that; a sequence for which they don't gets NaN.
 KVJAX_HD bool PlanFits(const AttentionShape& s, int32_t planned, int32_t length) {
   return planned == length && length <= s.capacity;
 }
@@ -64,9 +66,11 @@ KVJAX_HD bool PlaceFits(const AttentionShape& s, int32_t length, int32_t place) 
 }
 
 // Runs f(0) .. f(n - 1), in any order, on as many threads as there are.
-using ParallelFor = std::function<void(int64_t n, const std::function<void(int64_t)>& f)>;
+using ParallelFor =
+    std::function<void(int64_t n, const std::function<void(int64_t)>& f)>;
 
-// Attends over `spans` whose stored cells lie from `base` on: the cpu platform's launch.
+// Attends over `spans` whose stored cells lie from `base` on: the cpu platform's
+// launch.
 void AttendSpans(const AttentionShape& shape, const AttentionBuffers& buffers,
                  const char* base, const std::vector<Span>& spans,
                  const ParallelFor& parallel);

@@ -68,7 +68,8 @@ class Worker {
   const int32_t* where() const { return b_.where + int64_t(span_.seq) * s_.num_new; }
 
   float* state(int32_t row) const {
-    const int64_t index = (int64_t(span_.seq) * s_.num_kv_heads + head_) * s_.rows() + row;
+    const int64_t index =
+        (int64_t(span_.seq) * s_.num_kv_heads + head_) * s_.rows() + row;
     return b_.state + index * StateFloats(s_.value_dim);
   }
 
@@ -213,8 +214,8 @@ class Worker {
     float* p = tile_.p[r];
     for (int32_t c = 0; c < n; ++c) {
       const int32_t cell = block_.first_cell + c;
-      const bool seen = (block_.kind[c] == kStored) |
-                        ((block_.kind[c] == kRow) & (cell <= place));
+      const bool seen =
+          (block_.kind[c] == kStored) | ((block_.kind[c] == kRow) & (cell <= place));
       p[c] = (seen & (cell > low) & (place >= 0)) ? p[c] : kEmpty;
     }
     for (int32_t c = n; c < kBlock; ++c) p[c] = kEmpty;

@@ -17,17 +17,18 @@ constexpr int32_t kMaxSplitRows = 64;
 // Floats of the workspace of a launch over `num_blocks` blocks.
 int64_t WorkspaceFloats(const AttentionShape& shape, int64_t num_blocks);
 
-// Enqueues attention over at most kMaxSpans spans. buffers.error is memory that the host
-// reads too. Does not wait.
+// Enqueues attention over at most kMaxSpans spans. buffers.error is memory that the
+// host reads too. Does not wait.
 Status LaunchSpans(cudaStream_t stream, const AttentionShape& shape,
                    const AttentionBuffers& buffers, const char* base,
                    const std::vector<Span>& spans, float* workspace);
 
-// The same over the cells of a layer that has no tail: lengths come from the device, the
-// grid from the capacity, so a captured launch stays right as sequences grow.
+// The same over the cells of a layer that has no tail: lengths come from the device,
+// the grid from the capacity, so a captured launch stays right as sequences grow.
 // buffers.state and buffers.error are not used.
 Status LaunchDevice(cudaStream_t stream, const AttentionShape& shape,
-                    const AttentionBuffers& buffers, const char* cells, float* workspace);
+                    const AttentionBuffers& buffers, const char* cells,
+                    float* workspace);
 
 // Loads every kernel on the current device and sets its attributes; once a device.
 Status PrepareAttention();

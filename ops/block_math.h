@@ -5,11 +5,13 @@
 // (without it fmaf is a slow library call of the same bits); denormals are kept.
 //
 // How attention adds up, for one query row and one kv head:
-//   score    of a cell: kLanes sums, lane e over elements 8j+e in order of j by FMA, then
+//   score    of a cell: kLanes sums, lane e over elements 8j+e in order of j by FMA,
+//   then
 //            a tree over the lanes (LaneSum)
 //   block    kBlock cells by cell index: the largest score m; weights 2^(score - m);
-//            their sum by a tree (TreeSum); values by kChains chains, chain w over cells
-//            c = w mod kChains in order by FMA, then a tree over the chains (ChainSum)
+//            their sum by a tree (TreeSum); values by kChains chains, chain w over
+//            cells c = w mod kChains in order by FMA, then a tree over the chains
+//            (ChainSum)
 //   group    kGroup blocks folded in index order (FoldScale); total: groups likewise
 // A masked cell has weight 0 and value 0; a wholly masked block is left out.
 #pragma once

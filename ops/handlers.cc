@@ -13,14 +13,9 @@ int64_t RowBytes(const ffi::AnyBuffer& cells) {
 
 Status TypeOf(const ffi::AnyBuffer& buffer, const char* name, Type* type) {
   switch (buffer.element_type()) {
-    case ffi::F32:
-      *type = Type::kF32;
-      return Status::Ok();
-    case ffi::BF16:
-      *type = Type::kBf16;
-      return Status::Ok();
-    default:
-      return Status::Invalid(std::string(name) + " must be float32 or bfloat16");
+    case ffi::F32: *type = Type::kF32; return Status::Ok();
+    case ffi::BF16: *type = Type::kBf16; return Status::Ok();
+    default: return Status::Invalid(std::string(name) + " must be float32 or bfloat16");
   }
 }
 
@@ -70,8 +65,8 @@ Status MakeShape(const AttendOperands& operands, const AttendAttrs& attrs,
   for (size_t i = 0; i < operands.parts.size(); ++i) {
     const ffi::AnyBuffer part = *operands.parts.get<ffi::AnyBuffer>(i);
     const auto dims = part.dimensions();
-    if (dims.size() != 4 || dims[0] != rows[0] || dims[2] != rows[2] || dims[3] != rows[3] ||
-        part.element_type() != operands.rows.element_type()) {
+    if (dims.size() != 4 || dims[0] != rows[0] || dims[2] != rows[2] ||
+        dims[3] != rows[3] || part.element_type() != operands.rows.element_type()) {
       return Status::Invalid("cells " + Text(part) + " don't fit rows " +
                              Text(operands.rows));
     }
@@ -91,29 +86,34 @@ Status MakeShape(const AttendOperands& operands, const AttendAttrs& attrs,
   shape->soft_cap = attrs.soft_cap;
   KVJAX_RETURN_IF_ERROR(TypeOf(operands.q, "q", &shape->query_type));
   KVJAX_RETURN_IF_ERROR(TypeOf(operands.rows, "rows", &shape->cell_type));
-  const bool fits =
-      rows[0] == q[0] && rows[1] == q[1] && rows[2] > 0 && q[2] % rows[2] == 0 &&
-      shape->head_dim % kLanes == 0 && shape->head_dim <= 256 &&
-      shape->value_dim % kLanes == 0 && shape->value_dim <= 256 &&
-      shape->head_dim + shape->value_dim <= shape->record_size &&
-      int64_t(operands.where.element_count()) == q[0] * q[1] &&
-      int64_t(operands.lengths.element_count()) == q[0];
+  const bool fits = rows[0] == q[0] && rows[1] == q[1] && rows[2] > 0 &&
+                    q[2] % rows[2] == 0 && shape->head_dim % kLanes == 0 &&
+                    shape->head_dim <= 256 && shape->value_dim % kLanes == 0 &&
+                    shape->value_dim <= 256 &&
+                    shape->head_dim + shape->value_dim <= shape->record_size &&
+                    int64_t(operands.where.element_count()) == q[0] * q[1] &&
+                    int64_t(operands.lengths.element_count()) == q[0];
   if (fits) return Status::Ok();
   return Status::Invalid("q " + Text(operands.q) + " doesn't fit rows " +
                          Text(operands.rows) + ", values of " +
                          std::to_string(attrs.value_dim) + ", lengths or where");
 }
 
-Status MakeCall(const AttendOperands& operands, const AttentionShape& shape, int64_t layer,
-                int64_t window, int64_t device_cells, AttendCall* call) {
+Status MakeCall(const AttendOperands& operands, const AttentionShape& shape,
+                int64_t layer, int64_t window, int64_t device_cells, AttendCall* call) {
   const size_t num_parts = operands.parts.size();
   if (num_parts != (device_cells > 0 ? 2 : 1)) {
     return Status::Invalid("attend of layer " + std::to_string(layer) + " got " +
                            std::to_string(num_parts) + " parts");
   }
   const ffi::AnyBuffer tail = *operands.parts.get<ffi::AnyBuffer>(num_parts - 1);
-  *call = {{layer, window}, shape.num_seqs, shape.num_new, RowBytes(tail), device_cells,
-           nullptr, static_cast<const char*>(tail.untyped_data())};
+  *call = {{layer, window},
+           shape.num_seqs,
+           shape.num_new,
+           RowBytes(tail),
+           device_cells,
+           nullptr,
+           static_cast<const char*>(tail.untyped_data())};
   if (device_cells > 0) {
     const ffi::AnyBuffer device = *operands.parts.get<ffi::AnyBuffer>(0);
     call->device = static_cast<const char*>(device.untyped_data());

@@ -17,19 +17,17 @@ namespace ffi = xla::ffi;
 
 inline ffi::Error ToError(const Status& status) {
   switch (status.code) {
-    case StatusCode::kOk:
-      return ffi::Error::Success();
+    case StatusCode::kOk: return ffi::Error::Success();
     case StatusCode::kInvalid:
       return ffi::Error::InvalidArgument("kvjax: " + status.message);
     case StatusCode::kExhausted:
       return ffi::Error(ffi::ErrorCode::kResourceExhausted, "kvjax: " + status.message);
-    default:
-      return ffi::Error::Internal("kvjax: " + status.message);
+    default: return ffi::Error::Internal("kvjax: " + status.message);
   }
 }
 
-// Bound by begin. Tails: operands tokens, lengths, stamp, then one tail a layer that has
-// one, in the order of `tail_layers`.
+// Bound by begin. Tails: operands tokens, lengths, stamp, then one tail a layer that
+// has one, in the order of `tail_layers`.
 struct BeginAttrs {
   int64_t ring_id;
   ffi::Span<const int64_t> tail_layers, first_cells, attend_layers, attend_windows;
@@ -54,8 +52,8 @@ Status MakeShape(const AttendOperands& operands, const AttendAttrs& attrs,
                  AttentionShape* shape);
 
 // The call of an attend over a tail.
-Status MakeCall(const AttendOperands& operands, const AttentionShape& shape, int64_t layer,
-                int64_t window, int64_t device_cells, AttendCall* call);
+Status MakeCall(const AttendOperands& operands, const AttentionShape& shape,
+                int64_t layer, int64_t window, int64_t device_cells, AttendCall* call);
 
 // One row of each [cells, rows] pair's shapes must fit the other.
 Status CheckAppend(const ffi::AnyBuffer& cells, const ffi::AnyBuffer& rows,

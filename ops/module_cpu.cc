@@ -1,5 +1,5 @@
-// FFI handlers of the cpu platform: the same ring and plan as on a GPU over the emulated
-// transport. A handler's work is done when it returns.
+// FFI handlers of the cpu platform: the same ring and plan as on a GPU over the
+// emulated transport. A handler's work is done when it returns.
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
@@ -39,8 +39,9 @@ struct SharedWork {
   }
 };
 
-// On XLA's intra-op threads and the calling one. The caller may be one of those threads,
-// so it does not rely on another ever coming: it waits only for work that was taken.
+// On XLA's intra-op threads and the calling one. The caller may be one of those
+// threads, so it does not rely on another ever coming: it waits only for work that was
+// taken.
 ParallelFor OnPool(ffi::ThreadPool& pool) {
   return [&pool](int64_t n, const std::function<void(int64_t)>& f) {
     const auto work = std::make_shared<SharedWork>(n, f);
@@ -58,14 +59,17 @@ ffi::Error Begin(int32_t device, ffi::AnyBuffer tokens, ffi::Buffer<ffi::S32> le
                  ffi::Result<ffi::AnyBuffer> tokens_out,
                  ffi::Result<ffi::Buffer<ffi::S32>> ticket,
                  ffi::Result<ffi::Buffer<ffi::U32>> stamp_out, int64_t ring_id,
-                 ffi::Span<const int64_t> tail_layers, ffi::Span<const int64_t> first_cells,
+                 ffi::Span<const int64_t> tail_layers,
+                 ffi::Span<const int64_t> first_cells,
                  ffi::Span<const int64_t> attend_layers,
                  ffi::Span<const int64_t> attend_windows) {
   StepPlan plan;
-  const BeginAttrs attrs{ring_id, tail_layers, first_cells, attend_layers, attend_windows};
+  const BeginAttrs attrs{ring_id, tail_layers, first_cells, attend_layers,
+                         attend_windows};
   const Status made = MakePlan(attrs, tokens, tails, &plan);
   if (!made.ok()) return ToError(made);
-  plan.lengths.assign(lengths.typed_data(), lengths.typed_data() + lengths.element_count());
+  plan.lengths.assign(lengths.typed_data(),
+                      lengths.typed_data() + lengths.element_count());
   if (tokens_out->untyped_data() != tokens.untyped_data()) {
     std::memcpy(tokens_out->untyped_data(), tokens.untyped_data(), tokens.size_bytes());
   }
@@ -80,9 +84,9 @@ ffi::Error Begin(int32_t device, ffi::AnyBuffer tokens, ffi::Buffer<ffi::S32> le
   return ToError(ring->Begin(kInlineStream, std::move(plan)));
 }
 
-ffi::Error Append(int32_t device, ffi::AnyBuffer cells, ffi::AnyBuffer rows,
-                  ffi::Buffer<ffi::S32> where, ffi::Buffer<ffi::S32>,
-                  ffi::Result<ffi::AnyBuffer> out, int64_t ring_id, bool is_tail) {
+ffi::Error AppendDevice(ffi::AnyBuffer cells, ffi::AnyBuffer rows,
+                        ffi::Buffer<ffi::S32> where, ffi::Buffer<ffi::S32>,
+                        ffi::Result<ffi::AnyBuffer> out) {
   const Status fits = CheckAppend(cells, rows, where);
   if (!fits.ok()) return ToError(fits);
   if (out->untyped_data() != cells.untyped_data()) {
@@ -100,12 +104,17 @@ ffi::Error Append(int32_t device, ffi::AnyBuffer cells, ffi::AnyBuffer rows,
     const int64_t at = i / dims[1] * num_cells + cell;
     std::memcpy(target + at * row_bytes, source + i * row_bytes, row_bytes);
   }
-  if (is_tail) {
-    const auto ring = RingOf(ring_id, device);
-    std::lock_guard<std::mutex> lock(ring->mutex());
-    ring->NoteAppend(target);
-  }
   return ffi::Error::Success();
+}
+
+ffi::Error AppendRing(int32_t device, ffi::AnyBuffer cells, ffi::AnyBuffer rows,
+                      ffi::Buffer<ffi::S32> where, ffi::Buffer<ffi::S32> ticket,
+                      ffi::Result<ffi::AnyBuffer> out, int64_t ring_id) {
+  const ffi::Error error = AppendDevice(cells, rows, where, ticket, out);
+  const auto ring = RingOf(ring_id, device);
+  std::lock_guard<std::mutex> lock(ring->mutex());
+  ring->NoteAppend(static_cast<const char*>(out->untyped_data()));
+  return error;
 }
 
 ffi::Error AttendRing(int32_t device, ffi::ThreadPool pool, ffi::AnyBuffer q,
@@ -113,8 +122,8 @@ ffi::Error AttendRing(int32_t device, ffi::ThreadPool pool, ffi::AnyBuffer q,
                       ffi::Buffer<ffi::S32> where, ffi::Buffer<ffi::S32> ticket,
                       ffi::RemainingArgs parts, ffi::Result<ffi::AnyBuffer> out,
                       ffi::Result<ffi::Buffer<ffi::S32>> ticket_out, float scale,
-                      float soft_cap, int64_t window, int64_t value_dim, int64_t ring_id,
-                      int64_t layer, int64_t device_cells) {
+                      float soft_cap, int64_t window, int64_t value_dim,
+                      int64_t ring_id, int64_t layer, int64_t device_cells) {
   AttentionShape shape;
   AttendCall call;
   const AttendOperands operands{q, rows, lengths, where, parts};
@@ -127,9 +136,13 @@ ffi::Error AttendRing(int32_t device, ffi::ThreadPool pool, ffi::AnyBuffer q,
   std::vector<float> state(int64_t(shape.num_seqs) * shape.num_kv_heads * shape.rows() *
                            StateFloats(shape.value_dim));
   int32_t error = 0;
-  const AttentionBuffers buffers{q.untyped_data(),    rows.untyped_data(),
-                                 lengths.typed_data(), where.typed_data(),
-                                 out->untyped_data(), state.data(), &error};
+  const AttentionBuffers buffers{q.untyped_data(),
+                                 rows.untyped_data(),
+                                 lengths.typed_data(),
+                                 where.typed_data(),
+                                 out->untyped_data(),
+                                 state.data(),
+                                 &error};
   const ParallelFor parallel = OnPool(pool);
   const Launch launch = [&](const char* base, const std::vector<Span>& spans) {
     AttendSpans(shape, buffers, base, spans, parallel);
@@ -159,19 +172,25 @@ ffi::Error AttendDevice(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer r
                         int64_t window, int64_t value_dim) {
   AttentionShape shape;
   const AttendOperands operands{q, rows, lengths, where, parts};
-  const Status status = MakeShape(operands, {scale, soft_cap, window, value_dim}, &shape);
+  const Status status =
+      MakeShape(operands, {scale, soft_cap, window, value_dim}, &shape);
   if (!status.ok()) return ToError(status);
 
   std::vector<float> state(int64_t(shape.num_seqs) * shape.num_kv_heads * shape.rows() *
                            StateFloats(shape.value_dim));
   int32_t error = 0;  // nobody asks: the sequence's NaN tells
-  const AttentionBuffers buffers{q.untyped_data(),    rows.untyped_data(),
-                                 lengths.typed_data(), where.typed_data(),
-                                 out->untyped_data(), state.data(), &error};
+  const AttentionBuffers buffers{q.untyped_data(),
+                                 rows.untyped_data(),
+                                 lengths.typed_data(),
+                                 where.typed_data(),
+                                 out->untyped_data(),
+                                 state.data(),
+                                 &error};
   const ffi::AnyBuffer cells = *parts.get<ffi::AnyBuffer>(0);
   const int64_t row_bytes =
       int64_t(shape.num_kv_heads) * shape.record_size * SizeOf(shape.cell_type);
-  const LayerShape layer{shape.num_seqs, shape.num_new, shape.capacity, 0, row_bytes, window};
+  const LayerShape layer{shape.num_seqs, shape.num_new, shape.capacity, 0,
+                         row_bytes,      window};
   AttendSpans(shape, buffers, static_cast<const char*>(cells.untyped_data()),
               ResidentSpans(layer, lengths.typed_data()), OnPool(pool));
   *ticket_out->typed_data() = *ticket.typed_data();
@@ -184,8 +203,8 @@ ffi::Error AttendDevice(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer r
 using kvjax::ffi::AnyBuffer;
 using kvjax::ffi::Buffer;
 using kvjax::ffi::DeviceOrdinal;
-using kvjax::ffi::Ffi;
 using kvjax::ffi::F32;
+using kvjax::ffi::Ffi;
 using kvjax::ffi::S32;
 using kvjax::ffi::Span;
 using kvjax::ffi::ThreadPool;
@@ -196,20 +215,28 @@ using kvjax::ffi::U32;
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_begin, kvjax::Begin,
                               Ffi::Bind()
                                   .Ctx<DeviceOrdinal>()
-                                  .Arg<AnyBuffer>()      // tokens
-                                  .Arg<Buffer<S32>>()    // lengths
-                                  .Arg<Buffer<U32>>()    // stamp
-                                  .RemainingArgs()       // tails
-                                  .Ret<AnyBuffer>()      // tokens
-                                  .Ret<Buffer<S32>>()    // ticket
-                                  .Ret<Buffer<U32>>()    // stamp
+                                  .Arg<AnyBuffer>()    // tokens
+                                  .Arg<Buffer<S32>>()  // lengths
+                                  .Arg<Buffer<U32>>()  // stamp
+                                  .RemainingArgs()     // tails
+                                  .Ret<AnyBuffer>()    // tokens
+                                  .Ret<Buffer<S32>>()  // ticket
+                                  .Ret<Buffer<U32>>()  // stamp
                                   .Attr<int64_t>("ring_id")
                                   .Attr<Span<const int64_t>>("tail_layers")
                                   .Attr<Span<const int64_t>>("first_cells")
                                   .Attr<Span<const int64_t>>("attend_layers")
                                   .Attr<Span<const int64_t>>("attend_windows"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_append, kvjax::Append,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_append_device, kvjax::AppendDevice,
+                              Ffi::Bind()
+                                  .Arg<AnyBuffer>()    // cells
+                                  .Arg<AnyBuffer>()    // rows
+                                  .Arg<Buffer<S32>>()  // where
+                                  .Arg<Buffer<S32>>()  // ticket
+                                  .Ret<AnyBuffer>());  // cells
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_append_ring, kvjax::AppendRing,
                               Ffi::Bind()
                                   .Ctx<DeviceOrdinal>()
                                   .Arg<AnyBuffer>()    // cells
@@ -217,8 +244,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_append, kvjax::Append,
                                   .Arg<Buffer<S32>>()  // where
                                   .Arg<Buffer<S32>>()  // ticket
                                   .Ret<AnyBuffer>()    // cells
-                                  .Attr<int64_t>("ring_id")
-                                  .Attr<bool>("is_tail"));
+                                  .Attr<int64_t>("ring_id"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_ring, kvjax::AttendRing,
                               Ffi::Bind()
@@ -263,9 +289,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_device, kvjax::AttendDevice,
 KVJAX_EXPORT bool kvjax_ring_open(int64_t ring_id, int64_t device, int64_t depth,
                                   int64_t slot_bytes, int64_t num_slots,
                                   int64_t headroom_bytes, const char* decline,
-                                  uint64_t seed, int64_t max_delay_us, int64_t free_bytes,
-                                  bool fail_allocation) {
-  const kvjax::RingSettings settings{depth, slot_bytes, num_slots, headroom_bytes, decline};
+                                  uint64_t seed, int64_t max_delay_us,
+                                  int64_t free_bytes, bool fail_allocation) {
+  const kvjax::RingSettings settings{depth, slot_bytes, num_slots, headroom_bytes,
+                                     decline};
   const kvjax::Emulation emulation{seed, max_delay_us, free_bytes, fail_allocation};
   return kvjax::OpenRing(ring_id, device, settings,
                          std::make_unique<kvjax::EmulatedTransport>(emulation));

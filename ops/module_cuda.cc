@@ -1,5 +1,5 @@
-// FFI handlers of a GPU. Only begin waits for the device; attend_device and nothing else
-// may be captured in a CUDA graph, since it keeps no books on the host.
+// FFI handlers of a GPU. Only begin waits for the device; only append_device and
+// attend_device may be captured in a CUDA graph, since they keep no books on the host.
 #include <cuda_runtime.h>
 
 #include <cstring>
@@ -22,12 +22,15 @@ std::shared_ptr<Ring> RingOf(int64_t ring_id, int32_t device) {
 }
 
 // Every ring that this library opens has this transport.
-CudaTransport& TransportOf(Ring& ring) { return static_cast<CudaTransport&>(ring.transport()); }
+CudaTransport& TransportOf(Ring& ring) {
+  return static_cast<CudaTransport&>(ring.transport());
+}
 
 // The stage before a program runs, which XLA fences: all that may allocate or load.
-ffi::Error BeginInitialize(int32_t device, ffi::AnyBuffer, ffi::Buffer<ffi::S32> lengths,
-                           ffi::Buffer<ffi::U32>, ffi::RemainingArgs,
-                           ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::Buffer<ffi::S32>>,
+ffi::Error BeginInitialize(int32_t device, ffi::AnyBuffer,
+                           ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::U32>,
+                           ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer>,
+                           ffi::Result<ffi::Buffer<ffi::S32>>,
                            ffi::Result<ffi::Buffer<ffi::U32>>, int64_t ring_id,
                            ffi::Span<const int64_t>, ffi::Span<const int64_t>,
                            ffi::Span<const int64_t>, ffi::Span<const int64_t>) {
@@ -35,7 +38,8 @@ ffi::Error BeginInitialize(int32_t device, ffi::AnyBuffer, ffi::Buffer<ffi::S32>
   if (!status.ok()) return ToError(status);
   const auto ring = RingOf(ring_id, device);
   std::lock_guard<std::mutex> lock(ring->mutex());
-  status = TransportOf(*ring).PrepareWords(kLengthsWord + int64_t(lengths.element_count()));
+  status =
+      TransportOf(*ring).PrepareWords(kLengthsWord + int64_t(lengths.element_count()));
   ring->Prepare();
   return ToError(status);
 }
@@ -45,27 +49,31 @@ ffi::Error Begin(cudaStream_t stream, int32_t device, ffi::AnyBuffer tokens,
                  ffi::RemainingArgs tails, ffi::Result<ffi::AnyBuffer> tokens_out,
                  ffi::Result<ffi::Buffer<ffi::S32>> ticket,
                  ffi::Result<ffi::Buffer<ffi::U32>> stamp_out, int64_t ring_id,
-                 ffi::Span<const int64_t> tail_layers, ffi::Span<const int64_t> first_cells,
+                 ffi::Span<const int64_t> tail_layers,
+                 ffi::Span<const int64_t> first_cells,
                  ffi::Span<const int64_t> attend_layers,
                  ffi::Span<const int64_t> attend_windows) {
   StepPlan plan;
-  const BeginAttrs attrs{ring_id, tail_layers, first_cells, attend_layers, attend_windows};
+  const BeginAttrs attrs{ring_id, tail_layers, first_cells, attend_layers,
+                         attend_windows};
   Status status = MakePlan(attrs, tokens, tails, &plan);
   if (!status.ok()) return ToError(status);
   const auto ring = RingOf(ring_id, device);
   int32_t* words = TransportOf(*ring).words();
   const int64_t num_seqs = int64_t(lengths.element_count());
   plan.stamp = NextStamp();
-  status = LaunchBegin(stream, lengths.typed_data(), num_seqs, stamp.typed_data(),
-                       plan.stamp, words, stamp_out->typed_data(), ticket->typed_data());
+  status =
+      LaunchBegin(stream, lengths.typed_data(), num_seqs, stamp.typed_data(),
+                  plan.stamp, words, stamp_out->typed_data(), ticket->typed_data());
   if (!status.ok()) return ToError(status);
   if (tokens_out->untyped_data() != tokens.untyped_data()) {
-    status = KVJAX_CUDA(cudaMemcpyAsync(tokens_out->untyped_data(), tokens.untyped_data(),
-                                        tokens.size_bytes(), cudaMemcpyDeviceToDevice,
-                                        stream));
+    status = KVJAX_CUDA(cudaMemcpyAsync(tokens_out->untyped_data(),
+                                        tokens.untyped_data(), tokens.size_bytes(),
+                                        cudaMemcpyDeviceToDevice, stream));
     if (!status.ok()) return ToError(status);
   }
-  // The plan needs the lengths on the host; without this it is made of the step before's.
+  // The plan needs the lengths on the host; without this it is made of the step
+  // before's.
   status = KVJAX_CUDA(cudaStreamSynchronize(stream));
   if (!status.ok()) return ToError(status);
 
@@ -77,15 +85,15 @@ ffi::Error Begin(cudaStream_t stream, int32_t device, ffi::AnyBuffer tokens,
   return ToError(ring->Begin(stream, std::move(plan)));
 }
 
-ffi::Error Append(cudaStream_t stream, int32_t device, ffi::AnyBuffer cells,
-                  ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> where, ffi::Buffer<ffi::S32>,
-                  ffi::Result<ffi::AnyBuffer> out, int64_t ring_id, bool is_tail) {
+ffi::Error AppendDevice(cudaStream_t stream, ffi::AnyBuffer cells, ffi::AnyBuffer rows,
+                        ffi::Buffer<ffi::S32> where, ffi::Buffer<ffi::S32>,
+                        ffi::Result<ffi::AnyBuffer> out) {
   Status status = CheckAppend(cells, rows, where);
   if (!status.ok()) return ToError(status);
   char* target = static_cast<char*>(out->untyped_data());
   if (target != cells.untyped_data()) {
-    status = KVJAX_CUDA(cudaMemcpyAsync(target, cells.untyped_data(), cells.size_bytes(),
-                                        cudaMemcpyDefault, stream));
+    status = KVJAX_CUDA(cudaMemcpyAsync(target, cells.untyped_data(),
+                                        cells.size_bytes(), cudaMemcpyDefault, stream));
     if (!status.ok()) return ToError(status);
   }
   const auto dims = rows.dimensions();
@@ -94,32 +102,39 @@ ffi::Error Append(cudaStream_t stream, int32_t device, ffi::AnyBuffer cells,
   status = LaunchAppend(stream, static_cast<const char*>(rows.untyped_data()),
                         where.typed_data(), dims[0], dims[1], cells.dimensions()[1],
                         row_bytes, target);
-  if (is_tail) {
-    const auto ring = RingOf(ring_id, device);
-    std::lock_guard<std::mutex> lock(ring->mutex());
-    ring->NoteAppend(target);
-  }
   return ToError(status);
+}
+
+ffi::Error AppendRing(cudaStream_t stream, int32_t device, ffi::AnyBuffer cells,
+                      ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> where,
+                      ffi::Buffer<ffi::S32> ticket, ffi::Result<ffi::AnyBuffer> out,
+                      int64_t ring_id) {
+  const ffi::Error error = AppendDevice(stream, cells, rows, where, ticket, out);
+  const auto ring = RingOf(ring_id, device);
+  std::lock_guard<std::mutex> lock(ring->mutex());
+  ring->NoteAppend(static_cast<const char*>(out->untyped_data()));
+  return error;
 }
 
 template <typename T>
 Status Take(ffi::ScratchAllocator& scratch, int64_t count, T** memory) {
   const auto taken = scratch.Allocate(size_t(count) * sizeof(T), 16);
   if (!taken.has_value()) {
-    return Status::Exhausted("no device memory for " + std::to_string(count * sizeof(T)) +
-                             " bytes of scratch");
+    return Status::Exhausted("no device memory for " +
+                             std::to_string(count * sizeof(T)) + " bytes of scratch");
   }
   *memory = static_cast<T*>(*taken);
   return Status::Ok();
 }
 
-ffi::Error AttendRing(cudaStream_t stream, int32_t device, ffi::ScratchAllocator allocator,
-                      ffi::AnyBuffer q, ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> lengths,
+ffi::Error AttendRing(cudaStream_t stream, int32_t device,
+                      ffi::ScratchAllocator allocator, ffi::AnyBuffer q,
+                      ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> lengths,
                       ffi::Buffer<ffi::S32> where, ffi::Buffer<ffi::S32> ticket,
                       ffi::RemainingArgs parts, ffi::Result<ffi::AnyBuffer> out,
                       ffi::Result<ffi::Buffer<ffi::S32>> ticket_out, float scale,
-                      float soft_cap, int64_t window, int64_t value_dim, int64_t ring_id,
-                      int64_t layer, int64_t device_cells) {
+                      float soft_cap, int64_t window, int64_t value_dim,
+                      int64_t ring_id, int64_t layer, int64_t device_cells) {
   AttentionShape shape;
   AttendCall call;
   const AttendOperands operands{q, rows, lengths, where, parts};
@@ -134,9 +149,12 @@ ffi::Error AttendRing(cudaStream_t stream, int32_t device, ffi::ScratchAllocator
   const int64_t states = int64_t(shape.num_seqs) * shape.num_kv_heads * shape.rows();
   status = Take(allocator, states * StateFloats(shape.value_dim), &state);
   if (!status.ok()) return ToError(status);
-  const AttentionBuffers buffers{q.untyped_data(),     rows.untyped_data(),
-                                 lengths.typed_data(), where.typed_data(),
-                                 out->untyped_data(),  state,
+  const AttentionBuffers buffers{q.untyped_data(),
+                                 rows.untyped_data(),
+                                 lengths.typed_data(),
+                                 where.typed_data(),
+                                 out->untyped_data(),
+                                 state,
                                  TransportOf(*ring).words() + kErrorWord};
   float* workspace = nullptr;
   int64_t workspace_floats = 0;
@@ -157,8 +175,9 @@ ffi::Error AttendRing(cudaStream_t stream, int32_t device, ffi::ScratchAllocator
   std::lock_guard<std::mutex> lock(ring->mutex());
   status = Attend(*ring, stream, call, launch, scratch);
   if (status.ok() && ticket_out->untyped_data() != ticket.untyped_data()) {
-    status = KVJAX_CUDA(cudaMemcpyAsync(ticket_out->untyped_data(), ticket.untyped_data(), 4,
-                                        cudaMemcpyDeviceToDevice, stream));
+    status =
+        KVJAX_CUDA(cudaMemcpyAsync(ticket_out->untyped_data(), ticket.untyped_data(), 4,
+                                   cudaMemcpyDeviceToDevice, stream));
   }
   return ToError(status);
 }
@@ -180,17 +199,21 @@ ffi::Error AttendDevice(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer ro
   if (int64_t(workspace->element_count()) < WorkspaceFloats(shape, blocks)) {
     return ToError(Status::Invalid("attend's workspace is too small"));
   }
-  const AttentionBuffers buffers{q.untyped_data(),     rows.untyped_data(),
-                                 lengths.typed_data(), where.typed_data(),
-                                 out->untyped_data(),  nullptr,
+  const AttentionBuffers buffers{q.untyped_data(),
+                                 rows.untyped_data(),
+                                 lengths.typed_data(),
+                                 where.typed_data(),
+                                 out->untyped_data(),
+                                 nullptr,
                                  nullptr};
   const ffi::AnyBuffer cells = *parts.get<ffi::AnyBuffer>(0);
   status = LaunchDevice(stream, shape, buffers,
                         static_cast<const char*>(cells.untyped_data()),
                         workspace->typed_data());
   if (status.ok() && ticket_out->untyped_data() != ticket.untyped_data()) {
-    status = KVJAX_CUDA(cudaMemcpyAsync(ticket_out->untyped_data(), ticket.untyped_data(), 4,
-                                        cudaMemcpyDeviceToDevice, stream));
+    status =
+        KVJAX_CUDA(cudaMemcpyAsync(ticket_out->untyped_data(), ticket.untyped_data(), 4,
+                                   cudaMemcpyDeviceToDevice, stream));
   }
   return ToError(status);
 }
@@ -202,15 +225,16 @@ namespace ffi = kvjax::ffi;
 using CudaStream = ffi::PlatformStream<cudaStream_t>;
 
 // begin's operands, results and attributes, for both of its stages.
-#define KVJAX_BEGIN_OPERANDS(binding)             \
-  binding.Arg<ffi::AnyBuffer>()    /* tokens */   \
-      .Arg<ffi::Buffer<ffi::S32>>() /* lengths */ \
-      .Arg<ffi::Buffer<ffi::U32>>() /* stamp */   \
-      .RemainingArgs()              /* tails */   \
-      .Ret<ffi::AnyBuffer>()        /* tokens */  \
-      .Ret<ffi::Buffer<ffi::S32>>() /* ticket */  \
-      .Ret<ffi::Buffer<ffi::U32>>() /* stamp */   \
-      .Attr<int64_t>("ring_id")                   \
+#define KVJAX_BEGIN_OPERANDS(binding)                  \
+  binding                                              \
+      .Arg<ffi::AnyBuffer>()        /* tokens */       \
+      .Arg<ffi::Buffer<ffi::S32>>() /* lengths */      \
+      .Arg<ffi::Buffer<ffi::U32>>() /* stamp */        \
+      .RemainingArgs()              /* tails */        \
+      .Ret<ffi::AnyBuffer>()        /* tokens */       \
+      .Ret<ffi::Buffer<ffi::S32>>() /* ticket */       \
+      .Ret<ffi::Buffer<ffi::U32>>() /* stamp */        \
+      .Attr<int64_t>("ring_id")                        \
       .Attr<ffi::Span<const int64_t>>("tail_layers")   \
       .Attr<ffi::Span<const int64_t>>("first_cells")   \
       .Attr<ffi::Span<const int64_t>>("attend_layers") \
@@ -227,7 +251,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     kvjax_begin, kvjax::Begin,
     KVJAX_BEGIN_OPERANDS(ffi::Ffi::Bind().Ctx<CudaStream>().Ctx<ffi::DeviceOrdinal>()));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_append, kvjax::Append,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_append_device, kvjax::AppendDevice,
+                              ffi::Ffi::Bind()
+                                  .Ctx<CudaStream>()
+                                  .Arg<ffi::AnyBuffer>()         // cells
+                                  .Arg<ffi::AnyBuffer>()         // rows
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // where
+                                  .Arg<ffi::Buffer<ffi::S32>>()  // ticket
+                                  .Ret<ffi::AnyBuffer>(),        // cells
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_append_ring, kvjax::AppendRing,
                               ffi::Ffi::Bind()
                                   .Ctx<CudaStream>()
                                   .Ctx<ffi::DeviceOrdinal>()
@@ -236,8 +270,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_append, kvjax::Append,
                                   .Arg<ffi::Buffer<ffi::S32>>()  // where
                                   .Arg<ffi::Buffer<ffi::S32>>()  // ticket
                                   .Ret<ffi::AnyBuffer>()         // cells
-                                  .Attr<int64_t>("ring_id")
-                                  .Attr<bool>("is_tail"));
+                                  .Attr<int64_t>("ring_id"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_ring, kvjax::AttendRing,
                               ffi::Ffi::Bind()
@@ -260,7 +293,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_ring, kvjax::AttendRing,
                                   .Attr<int64_t>("layer")
                                   .Attr<int64_t>("device_cells"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_device_initialize, kvjax::AttendDeviceInitialize,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_device_initialize,
+                              kvjax::AttendDeviceInitialize,
                               ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_device, kvjax::AttendDevice,
@@ -287,6 +321,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_device, kvjax::AttendDevice,
 KVJAX_EXPORT bool kvjax_ring_open(int64_t ring_id, int64_t device, int64_t depth,
                                   int64_t slot_bytes, int64_t num_slots,
                                   int64_t headroom_bytes, const char* decline) {
-  const kvjax::RingSettings settings{depth, slot_bytes, num_slots, headroom_bytes, decline};
+  const kvjax::RingSettings settings{depth, slot_bytes, num_slots, headroom_bytes,
+                                     decline};
   return kvjax::OpenRing(ring_id, device, settings, kvjax::MakeTransport(device));
 }

@@ -94,9 +94,11 @@ class Cutter {
   void CloseGroup() {
     if (group_.height == 0) return;
     const int64_t source_pitch = shape_.tail_cells * shape_.row_bytes;
-    const int64_t in_tail = (group_.first_cell - shape_.device_cells) * shape_.row_bytes;
+    const int64_t in_tail =
+        (group_.first_cell - shape_.device_cells) * shape_.row_bytes;
     segment_.copies.push_back({group_.seq * source_pitch + in_tail, closed_bytes_,
-                               group_.width, group_.height, source_pitch, group_.width});
+                               group_.width, group_.height, source_pitch,
+                               group_.width});
     Span* spans = &segment_.spans[segment_.spans.size() - group_.height];
     for (int i = 0; i < group_.height; ++i) {
       spans[i].offset = closed_bytes_ + i * group_.width;

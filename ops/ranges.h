@@ -1,5 +1,5 @@
-// Which cells of which sequence: the only place that computes ranges. Deliveries, ordered
-// copies and launches all take theirs from here.
+// Which cells of which sequence: the only place that computes ranges. Deliveries,
+// ordered copies and launches all take theirs from here.
 //
 //   block        0      1      2      3      4        (kBlock cells each)
 //   sequence b   DDDDDD DDDDDD TTTTTT TTTT.n n
@@ -15,8 +15,8 @@
 
 namespace kvjax {
 
-constexpr int kMaxSpans = 64;              // of a launch: a table in kernel parameters
-constexpr int64_t kGapBytes = 160 << 10;   // copied along sooner than one more copy
+constexpr int kMaxSpans = 64;             // of a launch: a table in kernel parameters
+constexpr int64_t kGapBytes = 160 << 10;  // copied along sooner than one more copy
 
 // One sequence's part of a launch.
 struct Span {
@@ -24,7 +24,8 @@ struct Span {
   int32_t length;       // cells before the step, as the host knows it
   int32_t first_block;  // logical
   int32_t num_blocks;
-  int32_t first_cell;  // stored cells [first_cell, end_cell) are readable, from `offset`
+  int32_t
+      first_cell;  // stored cells [first_cell, end_cell) are readable, from `offset`
   int32_t end_cell;
   int64_t offset;  // bytes from the launch's base to first_cell
   bool first;      // starts the sequence: no state to carry in

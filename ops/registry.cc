@@ -23,7 +23,8 @@ Registry& registry() {
 
 }  // namespace
 
-std::shared_ptr<Ring> FindRing(int64_t ring_id, int64_t device, const TransportMaker& make) {
+std::shared_ptr<Ring> FindRing(int64_t ring_id, int64_t device,
+                               const TransportMaker& make) {
   Registry& all = registry();
   std::lock_guard<std::mutex> lock(all.mutex);
   std::shared_ptr<Ring>& ring = all.rings[{ring_id, device}];

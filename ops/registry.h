@@ -13,7 +13,8 @@ namespace kvjax {
 using TransportMaker = std::function<std::unique_ptr<Transport>(int64_t device)>;
 
 // The ring, or an ordered one (depth 0, no memory) if none was opened. Thread-safe.
-std::shared_ptr<Ring> FindRing(int64_t ring_id, int64_t device, const TransportMaker& make);
+std::shared_ptr<Ring> FindRing(int64_t ring_id, int64_t device,
+                               const TransportMaker& make);
 
 // Opens a ring in place of an ordered one. False if one is open already.
 bool OpenRing(int64_t ring_id, int64_t device, const RingSettings& settings,

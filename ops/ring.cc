@@ -9,8 +9,12 @@ namespace kvjax {
 namespace {
 
 LayerShape ShapeOf(const StepPlan& plan, const Tail& tail, int64_t window) {
-  return {int32_t(plan.lengths.size()), plan.num_new,   tail.device_cells,
-          tail.tail_cells,              tail.row_bytes, window};
+  return {int32_t(plan.lengths.size()),
+          plan.num_new,
+          tail.device_cells,
+          tail.tail_cells,
+          tail.row_bytes,
+          window};
 }
 
 std::vector<int64_t> KeyOf(const LayerShape& shape) {
@@ -18,7 +22,8 @@ std::vector<int64_t> KeyOf(const LayerShape& shape) {
           shape.window};
 }
 
-// Whether what was sent for one segment holds all that another asks for, where it looks.
+// Whether what was sent for one segment holds all that another asks for, where it
+// looks.
 bool Covers(const Segment& sent, const Segment& wanted) {
   if (sent.spans.size() != wanted.spans.size()) return false;
   for (size_t i = 0; i < sent.spans.size(); ++i) {
@@ -84,8 +89,8 @@ Status Ring::Take() {
   return Status::Ok();
 }
 
-// The host waits until no kernel reads a slot and no copy writes one; freeing under them
-// corrupts whoever gets the memory next.
+// The host waits until no kernel reads a slot and no copy writes one; freeing under
+// them corrupts whoever gets the memory next.
 void Ring::Drain() {
   for (Slot& slot : slots_) {
     (void)transport_->Synchronize(slot.ready);
@@ -117,14 +122,16 @@ Status Ring::Begin(Stream compute, StepPlan plan) {
   stats_.steps += 1;
   NoteMoved(MovedTails(plan));
   const Ahead ahead{{attends_.begin() + num_attends_, attends_.end()},
-                    std::move(ahead_cuts_), plan_.stamp, issued_ - head_};
+                    std::move(ahead_cuts_),
+                    rewritten_ ? 0 : plan_.stamp,
+                    issued_ - head_};
   plan_ = std::move(plan);
   base_ += head_;
   Cut();
   if (!delivering()) return Status::Ok();
   KVJAX_RETURN_IF_ERROR(Adopt(compute, ahead));
-  // The step's deliveries read cells that the step before appended on `compute`; without
-  // this they could be sent before those are written.
+  // The step's deliveries read cells that the step before appended on `compute`;
+  // without this they could be sent before those are written.
   KVJAX_RETURN_IF_ERROR(transport_->Record(begun_, compute));
   KVJAX_RETURN_IF_ERROR(transport_->Wait(transfer_, begun_));
   return Pump();
@@ -133,6 +140,7 @@ Status Ring::Begin(Stream compute, StepPlan plan) {
 // Lists the attends to come with their segments; layers of one shape share a cut.
 void Ring::Cut() {
   cursor_ = issuing_ = num_appended_ = 0;
+  rewritten_ = false;
   head_ = issued_ = 0;
   attends_.clear();
   cuts_.clear();
@@ -140,7 +148,8 @@ void Ring::Cut() {
   int64_t num_segments = 0;
   for (const AttendKey& key : plan_.attends) {
     const Tail* tail = TailOf(key.layer);
-    if (tail == nullptr || SegmentBytes(tail->row_bytes) > settings_.slot_bytes) continue;
+    if (tail == nullptr || SegmentBytes(tail->row_bytes) > settings_.slot_bytes)
+      continue;
     const LayerShape shape = ShapeOf(plan_, *tail, key.window);
     const std::vector<Segment>& segments = Segments(shape);
     attends_.push_back({key, tail->data, shape, &segments, num_segments});
@@ -181,7 +190,8 @@ Status Ring::Adopt(Stream compute, const Ahead& ahead) {
         KeyOf(sent.shape) != KeyOf(wanted.shape)) {
       break;
     }
-    const int64_t all = int64_t(std::min(sent.segments->size(), wanted.segments->size()));
+    const int64_t all =
+        int64_t(std::min(sent.segments->size(), wanted.segments->size()));
     const int64_t limit = std::min(all, ahead.num_segments - used);
     int64_t k = 0;
     for (; k < limit && Covers((*sent.segments)[k], (*wanted.segments)[k]); ++k) {
@@ -194,8 +204,8 @@ Status Ring::Adopt(Stream compute, const Ahead& ahead) {
   stats_.ahead_used += used;
   stats_.ahead_dropped += ahead.num_segments - used;
   if (used == ahead.num_segments) return Status::Ok();
-  // XLA may free the tail that these read behind this step; without this a copy may still
-  // read it then. Copies are in order: the last one's event tells of all.
+  // XLA may free the tail that these read behind this step; without this a copy may
+  // still read it then. Copies are in order: the last one's event tells of all.
   return transport_->Wait(compute, slot_of(base_ + ahead.num_segments - 1).ready);
 }
 
@@ -263,8 +273,8 @@ Status Ring::Issue(const PlannedAttend& attend, const Segment& segment) {
   }
   const bool ahead = issuing_ >= num_attends_;
   if (ahead) {
-    // The next step reads the rows that this one appends; without this they could be sent
-    // before they are written.
+    // The next step reads the rows that this one appends; without this they could be
+    // sent before they are written.
     KVJAX_RETURN_IF_ERROR(
         transport_->Wait(transfer_, appended_[issuing_ - num_attends_]));
   }
@@ -309,8 +319,8 @@ Status Ring::Open(Stream compute, AttendKey key, const char* tail, Route* route)
   return Pump();
 }
 
-// The append of the attend at the cursor is enqueued: its layer may be sent ahead behind
-// it.
+// The append of the attend at the cursor is enqueued: its layer may be sent ahead
+// behind it.
 Status Ring::NoteAppended(Stream compute) {
   if (cursor_ != num_appended_ || cursor_ >= appended_.size()) return Status::Ok();
   num_appended_ += 1;
@@ -321,7 +331,8 @@ Status Ring::Acquire(Stream compute, const char** slot) {
   if (issued_ == head_) {
     return Status::Internal("segment " + std::to_string(head_) + " was never issued");
   }
-  // The slot's copies may still run; without this the kernel reads what was there before.
+  // The slot's copies may still run; without this the kernel reads what was there
+  // before.
   KVJAX_RETURN_IF_ERROR(transport_->Wait(compute, slot_of(base_ + head_).ready));
   *slot = memory_of(base_ + head_);
   return Status::Ok();
@@ -338,7 +349,8 @@ Status Ring::Release(Stream compute) {
 Status Ring::Finish(Stream compute) { return SkipTo(compute, cursor_ + 1); }
 
 // Moves the cursor to an attend. Segments before it that were issued and never read are
-// joined to `compute`, so that XLA may free their tail behind it; others are not issued.
+// joined to `compute`, so that XLA may free their tail behind it; others are not
+// issued.
 Status Ring::SkipTo(Stream compute, size_t attend) {
   const int64_t target =
       attend < num_attends_ ? attends_[attend].first_segment : num_segments();
@@ -362,8 +374,8 @@ Status Ring::SkipTo(Stream compute, size_t attend) {
 Status Ring::Join(Stream compute, int64_t end) {
   for (; head_ < end; ++head_) {
     Slot& slot = slot_of(base_ + head_);
-    // XLA may free or reuse the tail behind this step; without this a copy may still read
-    // it then.
+    // XLA may free or reuse the tail behind this step; without this a copy may still
+    // read it then.
     KVJAX_RETURN_IF_ERROR(transport_->Wait(compute, slot.ready));
     KVJAX_RETURN_IF_ERROR(transport_->Record(slot.release, compute));
     slot.released = true;
@@ -391,6 +403,10 @@ Status Ring::CopyOrdered(Stream compute, const Segment& segment, const char* tai
 }
 
 void Ring::NoteAppend(const char* tail) {
+  for (size_t i = 0; i < num_appended_; ++i) {
+    // Written again after it may have been sent ahead: no begin adopts that.
+    rewritten_ |= attends_[i].tail == tail;
+  }
   for (const Tail& known : plan_.tails) {
     if (known.data == tail) return;
   }

@@ -1,5 +1,5 @@
-// The staging ring of one cache on one device: slots, the plan of a step, and the order of
-// deliveries.
+// The staging ring of one cache on one device: slots, the plan of a step, and the order
+// of deliveries.
 //
 //   slots     [ 3 ][ 4 ][ 2 ]        segment i lies in slot i mod num_slots
 //               ^    ^    ^
@@ -11,18 +11,19 @@
 //                       head      issued            head <= issued <= head + num_slots
 //
 // Behind the step's own segments come the first ones of the step to come (look-ahead),
-// cut for lengths that grow by T. They count once the next begin brings the stamp of this
-// step, the same tails, and extents that they cover; from the first that doesn't fit on
-// they are dropped.
+// cut for lengths that grow by T. They count once the next begin brings the stamp of
+// this step, the same tails, and extents that they cover; from the first that doesn't
+// fit on they are dropped.
 //
 // A slot's ready event orders its readers behind its copies, its release event the next
 // copies behind its readers; stream to stream, never through the host. Nothing waits on
-// an event that isn't recorded: a delivery is issued after the launch that frees its slot
-// is enqueued and its release recorded.
+// an event that isn't recorded: a delivery is issued after the launch that frees its
+// slot is enqueued and its release recorded.
 //
 // Calls come from one step at a time under Ring::mutex; no call waits for a device but
-// Close, and Prepare where a ring was idle for so long that the wait is over. (On the cpu
-// platform a stream of work done at once waits for worker threads, which take no lock.)
+// Close, and Prepare where a ring was idle for so long that the wait is over. (On the
+// cpu platform a stream of work done at once waits for worker threads, which take no
+// lock.)
 #pragma once
 
 #include <cstdint>
@@ -39,7 +40,8 @@
 namespace kvjax {
 
 // Slots that a ring needs at least: the one being read and a margin of two, so that a
-// copy runs while kernels hold others. With fewer, output stays right and overlap is lost.
+// copy runs while kernels hold others. With fewer, output stays right and overlap is
+// lost.
 constexpr int64_t kMinSlots = 3;
 constexpr int64_t kDefaultSlotBytes = 16 << 20;
 // Steps without a live tail cell after which a ring's memory is given back.
@@ -50,32 +52,33 @@ struct RingSettings {
   int64_t slot_bytes = kDefaultSlotBytes;
   int64_t num_slots = 0;
   int64_t headroom_bytes = 0;  // device memory that stays free beside the ring
-  std::string decline = "no ring was opened";  // why there are no slots, if there are none
+  std::string decline =
+      "no ring was opened";  // why there are no slots, if there are none
 
   int64_t ring_bytes() const { return slot_bytes * num_slots; }
 };
 
 // What happened, counted where it happens. X(name): one count.
-#define KVJAX_RING_COUNTS(X)                                                        \
-  X(steps)              /* begins */                                                \
-  X(deliveries)         /* segments sent through slots */                           \
-  X(early_bytes)        /* live bytes of those */                                   \
-  X(ordered_bytes)      /* live bytes copied on the compute stream */               \
-  X(gap_bytes)          /* copied along between sequences, either way */            \
-  X(slot_reuses)        /* deliveries that had to wait for a slot's release */      \
-  X(ahead_used)         /* segments sent before their step began, and used */       \
-  X(ahead_dropped)      /* and not used: counted neither as deliveries nor bytes */ \
-  X(ordered_depth)      /* ordered attends: depth 0, declined or closed */          \
-  X(ordered_sequence)   /* ordered attends: not the next one of the plan */         \
-  X(ordered_moved)      /* ordered attends: another tail than begin's */            \
-  X(skipped_attends)    /* attends of the plan that never came */                   \
-  X(dropped_plans)      /* steps that ended before their last attend */             \
-  X(moved_tails)        /* tails not where the last step or begin had them */       \
-  X(given_back)         /* times that an idle ring's memory was given back */       \
-  X(length_errors)      /* steps whose lengths did not fit the plan or the cells */ \
-  X(stop_slots)         /* times that issuing stopped for want of a slot */         \
-  X(stop_depth)         /* times that it stopped at the depth */                    \
-  X(ring_bytes)         /* device memory that the ring holds now */                 \
+#define KVJAX_RING_COUNTS(X)                                                      \
+  X(steps)            /* begins */                                                \
+  X(deliveries)       /* segments sent through slots */                           \
+  X(early_bytes)      /* live bytes of those */                                   \
+  X(ordered_bytes)    /* live bytes copied on the compute stream */               \
+  X(gap_bytes)        /* copied along between sequences, either way */            \
+  X(slot_reuses)      /* deliveries that had to wait for a slot's release */      \
+  X(ahead_used)       /* segments sent before their step began, and used */       \
+  X(ahead_dropped)    /* and not used: counted neither as deliveries nor bytes */ \
+  X(ordered_depth)    /* ordered attends: depth 0, declined or closed */          \
+  X(ordered_sequence) /* ordered attends: not the next one of the plan */         \
+  X(ordered_moved)    /* ordered attends: another tail than begin's */            \
+  X(skipped_attends)  /* attends of the plan that never came */                   \
+  X(dropped_plans)    /* steps that ended before their last attend */             \
+  X(moved_tails)      /* tails not where the last step or begin had them */       \
+  X(given_back)       /* times that an idle ring's memory was given back */       \
+  X(length_errors)    /* times that lengths did not fit the plan or the cells */  \
+  X(stop_slots)       /* times that issuing stopped for want of a slot */         \
+  X(stop_depth)       /* times that it stopped at the depth */                    \
+  X(ring_bytes)       /* device memory that the ring holds now */                 \
   X(num_slots)
 
 struct RingStats {
@@ -148,7 +151,8 @@ class Ring {
   Status Abort(Stream compute);
 
   // Copies a segment on the compute stream, for the ordered path.
-  Status CopyOrdered(Stream compute, const Segment& segment, const char* tail, char* target);
+  Status CopyOrdered(Stream compute, const Segment& segment, const char* tail,
+                     char* target);
 
   // An append wrote this tail: another pointer than begin's means that it was copied.
   void NoteAppend(const char* tail);
@@ -159,8 +163,8 @@ class Ring {
   // gives everything back. Attends still to come go ordered.
   void Close();
 
-  // What the largest segment of cells of row_bytes takes: a slot, or a block where that is
-  // larger. Such cells go ordered.
+  // What the largest segment of cells of row_bytes takes: a slot, or a block where that
+  // is larger. Such cells go ordered.
   int64_t SegmentBytes(int64_t row_bytes) const;
 
   const std::vector<int32_t>& lengths() const { return plan_.lengths; }
@@ -234,13 +238,15 @@ class Ring {
   Cuts cuts_, ahead_cuts_;
   std::vector<PlannedAttend> attends_;  // of the step, then the first of the next
   size_t num_attends_ = 0;              // of the step
-  std::vector<Event> appended_;  // recorded behind the appends of the step's first layers
-  size_t num_appended_ = 0;      // of this step
-  size_t cursor_ = 0;         // the next attend
-  size_t issuing_ = 0;        // the attend whose segments are being issued
-  int64_t head_ = 0;          // segments of this step that are released
-  int64_t issued_ = 0;        // segments of this step that are issued
-  int64_t base_ = 0;          // deliveries before this step: segment i is delivery base_ + i
+  std::vector<Event>
+      appended_;             // recorded behind the appends of the step's first layers
+  size_t num_appended_ = 0;  // of this step
+  bool rewritten_ = false;   // one of those layers was appended to once more
+  size_t cursor_ = 0;        // the next attend
+  size_t issuing_ = 0;       // the attend whose segments are being issued
+  int64_t head_ = 0;         // segments of this step that are released
+  int64_t issued_ = 0;       // segments of this step that are issued
+  int64_t base_ = 0;  // deliveries before this step: segment i is delivery base_ + i
 };
 
 }  // namespace kvjax

@@ -28,8 +28,8 @@ struct [[nodiscard]] Status {
 
 }  // namespace kvjax
 
-#define KVJAX_RETURN_IF_ERROR(expr)                \
-  do {                                             \
-    ::kvjax::Status kvjax_status = (expr);         \
-    if (!kvjax_status.ok()) return kvjax_status;   \
+#define KVJAX_RETURN_IF_ERROR(expr)              \
+  do {                                           \
+    ::kvjax::Status kvjax_status = (expr);       \
+    if (!kvjax_status.ok()) return kvjax_status; \
   } while (0)

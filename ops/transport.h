@@ -1,10 +1,12 @@
-// What moves bytes for a ring: memory, one stream's copies, events. Two of them: CUDA, and
-// one on host threads for the cpu platform that really copies (transport_emulated.h).
+// What moves bytes for a ring: memory, one stream's copies, events. Two of them: CUDA,
+// and one on host threads for the cpu platform that really copies
+// (transport_emulated.h).
 //
 // Handles are opaque. A Stream is a queue of work that the host does not wait for; the
-// compute stream of a call is XLA's (cpu platform: kInlineStream, work is done at once).
-// Events have CUDA's meaning: Wait orders later work of a stream behind the latest Record
-// before the call. Not thread-safe: one ring, one transport, one caller at a time.
+// compute stream of a call is XLA's (cpu platform: kInlineStream, work is done at
+// once). Events have CUDA's meaning: Wait orders later work of a stream behind the
+// latest Record before the call. Not thread-safe: one ring, one transport, one caller
+// at a time.
 #pragma once
 
 #include <cstdint>
@@ -37,12 +39,12 @@ class Transport {
                          char* target) = 0;
   virtual Status Record(Event event, Stream stream) = 0;
   virtual Status Wait(Stream stream, Event event) = 0;
-  // Whether memory that XLA freed may still be read (its pinned pool stays mapped): then
-  // a copy may outlive the step that issued it.
+  // Whether memory that XLA freed may still be read (its pinned pool stays mapped):
+  // then a copy may outlive the step that issued it.
   virtual bool SourcesStayMapped() const = 0;
 
-  // The host waits for the event's latest Record, if there was one; for close, and at a step's end where
-  // sources don't stay mapped.
+  // The host waits for the event's latest Record, if there was one; for close, and at a
+  // step's end where sources don't stay mapped.
   virtual Status Synchronize(Event event) = 0;
 };
 

@@ -43,8 +43,7 @@ Status CudaTransport::PrepareWords(int64_t count) {
 
 Status CudaTransport::Allocate(int64_t bytes, char** memory) {
   const OnDevice on(device_);
-  const Status status =
-      KVJAX_CUDA(cudaMalloc(reinterpret_cast<void**>(memory), bytes));
+  const Status status = KVJAX_CUDA(cudaMalloc(reinterpret_cast<void**>(memory), bytes));
   if (!status.ok()) (void)cudaGetLastError();  // not sticky: leave none for XLA
   return status;
 }
@@ -92,7 +91,7 @@ void CudaTransport::FreeEvent(Event event) {
 }
 
 Status CudaTransport::Enqueue(Stream stream, const Copy& copy, const char* source,
-               char* target) {
+                              char* target) {
   source += copy.source;
   target += copy.target;
   if (copy.height == 1) {

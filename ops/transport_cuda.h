@@ -13,8 +13,9 @@ class CudaTransport : public Transport {
   explicit CudaTransport(int device) : device_(device) {}
   ~CudaTransport() override;
 
-  // Pinned words that kernels may write and the host reads after a wait: at least `count`
-  // of them, 0 at first. Call before a program runs, when no kernel can write them.
+  // Pinned words that kernels may write and the host reads after a wait: at least
+  // `count` of them, 0 at first. Call before a program runs, when no kernel can write
+  // them.
   Status PrepareWords(int64_t count);
   int32_t* words() const { return words_; }
   int64_t num_words() const { return num_words_; }

@@ -84,8 +84,8 @@ class EmulatedStream {
   std::thread thread_;  // last: it runs as soon as it is made
 };
 
-// Shared with the work that refers to it: as with CUDA an event may be freed before that
-// work is done.
+// Shared with the work that refers to it: as with CUDA an event may be freed before
+// that work is done.
 using SharedEvent = std::shared_ptr<EmulatedEvent>;
 SharedEvent AsEvent(Event event) { return *static_cast<SharedEvent*>(event); }
 
@@ -103,7 +103,8 @@ void EnqueueWork(Stream stream, std::function<void()> work) {
   static_cast<EmulatedStream*>(stream)->Push(std::move(work));
 }
 
-EmulatedTransport::EmulatedTransport(const Emulation& emulation) : emulation_(emulation) {}
+EmulatedTransport::EmulatedTransport(const Emulation& emulation)
+    : emulation_(emulation) {}
 EmulatedTransport::~EmulatedTransport() = default;
 
 Status EmulatedTransport::Allocate(int64_t bytes, char** memory) {
@@ -121,7 +122,8 @@ Status EmulatedTransport::FreeBytes(int64_t* bytes) {
 }
 
 Status EmulatedTransport::MakeStream(Stream* stream) {
-  *stream = new EmulatedStream(emulation_.seed + streams_made_++, emulation_.max_delay_us);
+  *stream =
+      new EmulatedStream(emulation_.seed + streams_made_++, emulation_.max_delay_us);
   return Status::Ok();
 }
 
@@ -154,7 +156,8 @@ Status EmulatedTransport::Record(Event event, Stream stream) {
 Status EmulatedTransport::Wait(Stream stream, Event event) {
   const SharedEvent shared = AsEvent(event);
   const int64_t record = shared->latest();
-  if (record == 0) return Status::Internal("a wait on an event that was never recorded");
+  if (record == 0)
+    return Status::Internal("a wait on an event that was never recorded");
   EnqueueWork(stream, [=] { shared->Await(record); });
   return Status::Ok();
 }

@@ -12,9 +12,9 @@ namespace kvjax {
 // What an emulated device is like.
 struct Emulation {
   uint64_t seed = 0;
-  int64_t max_delay_us = 0;       // of each piece of work, drawn at random
+  int64_t max_delay_us = 0;  // of each piece of work, drawn at random
   int64_t free_bytes = int64_t(1) << 40;
-  bool fail_allocation = false;   // although free_bytes would do
+  bool fail_allocation = false;      // although free_bytes would do
   bool sources_stay_mapped = false;  // XLA's cpu platform frees host memory for good
 };
 

@@ -166,9 +166,15 @@ def run(
     return jnp.stack(outs), step.end()
 
 
-@functools.cache
 def stepper(placement: Placement, **options):
-    """The jitted step (cache, inputs) -> (outputs, cache) that donates the cache."""
+    """A step (cache, inputs) -> (outputs, cache) that is done when it returns."""
+    step = program(placement, **options)
+    return lambda cache, x: jax.block_until_ready(step(cache, x))
+
+
+@functools.cache
+def program(placement: Placement, **options):
+    """The jitted step, which donates the cache."""
     return jax.jit(
         functools.partial(run, placement, **options),
         donate_argnums=0,

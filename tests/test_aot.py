@@ -93,7 +93,7 @@ def expected_calls(case: Case) -> list[str]:
     """begin if there is a tail; then for each layer one append a part, one attend."""
     calls = ["begin"] if part_bytes(case)[1] else []
     for on_device, tail in parts(case):
-        calls += ["append"] * bool(on_device) + ["append"] * bool(tail)
+        calls += ["append_device"] * bool(on_device) + ["append_ring"] * bool(tail)
         calls += ["attend_ring" if tail else "attend_device"]
     return calls
 

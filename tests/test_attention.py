@@ -153,14 +153,13 @@ def make_cache(placement: Placement, problem: Problem) -> Cache:
         cells, placement.config.layer_device_cells, shardings.layers, strict=True
     ):
         parts = zip((held[:, :split], held[:, split:]), where, strict=True)
-        layers.append(LayerCells(*(put(x, s) if s else None for x, s in parts)))
+        layers.append(
+            LayerCells(*(jax.device_put(x, s) if s else None for x, s in parts))
+        )
     stamp = jnp.zeros((1, 2), jnp.uint32, device=shardings.stamp)
-    return Cache(tuple(layers), put(problem.lengths, shardings.lengths), stamp)
-
-
-def put(x: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    """A copy: XLA would not write in place to memory that NumPy owns."""
-    return jax.device_put(x, sharding, may_alias=False)
+    return Cache(
+        tuple(layers), jax.device_put(problem.lengths, shardings.lengths), stamp
+    )
 
 
 @functools.cache
@@ -192,7 +191,7 @@ def jit(placement: Placement, step):
 def arguments(placement: Placement, rows: NewRows) -> list[jax.Array]:
     """tokens, num_new, q, k, v on the mesh; attention doesn't look at tokens."""
     tokens = np.zeros(rows.q.shape[1:3], np.int32)
-    return [put(x, placement.sharding(P())) for x in (tokens, *rows)]
+    return jax.device_put([tokens, *rows], placement.sharding(P()))
 
 
 def play(
@@ -574,7 +573,7 @@ def test_a_row_takes_the_place_of_the_cell_that_where_names():
         return out, Cache((cells,), lengths, stamp)
 
     tokens, _, *qkv = arguments(placement, rows)
-    where_there = put(where, placement.sharding(P()))
+    where_there = jax.device_put(where, placement.sharding(P()))
     with Ring.open(placement):
         cache = make_cache(placement, problem)
         out, cache = jit(placement, step)(cache, tokens, *qkv, where_there)

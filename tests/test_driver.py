@@ -174,7 +174,7 @@ MUTANTS = {
         without("ring.cc", "(void)transport_->Synchronize(slot.release);"),
         {
             "recording": "freed while",
-            "fuzz": "a launch read poison",
+            "fuzz": "a launch read",
         },
     ),
     "close_does_not_wait_for_copies": Mutant(
@@ -236,13 +236,17 @@ MUTANTS = {
             "fuzz": "a launch read",
         },
     ),
+    "look_ahead_ignores_a_second_append": Mutant(
+        Mutation("ring.cc", "rewritten_ ? 0 : plan_.stamp", "plan_.stamp"),
+        {"recording": "a copy may read a cell before it is written"},
+    ),
     "look_ahead_ignores_the_tail": Mutant(
         without("ring.cc", "sent.tail != wanted.tail ||"),
         {"recording": "a launch reads another cell"},
     ),
     "look_ahead_ignores_the_extents": Mutant(
         Mutation("ring.cc", "a.end_cell < b.end_cell", "false"),
-        {"recording": "a launch reads", "fuzz": "a launch read"},
+        {"recording": "a launch reads"},
     ),
     "copies_of_another_cell": Mutant(
         Mutation(

@@ -19,6 +19,7 @@ from steps import (
     inputs,
     placed,
     placement_of,
+    program,
     replaced,
     run,
     stepper,
@@ -55,12 +56,12 @@ def case_of(placement: Placement, lengths: list[int], *, width: int = 1) -> Case
 
 
 def decode(
-    placement: Placement, cache: Cache, x: Inputs, *, program=None
+    placement: Placement, cache: Cache, x: Inputs, *, step=None
 ) -> tuple[list[np.ndarray], Cache]:
-    program = stepper(placement) if program is None else program
+    step = stepper(placement) if step is None else step
     cache, outs = copied(cache), []
     for _ in range(STEPS):
-        out, cache = program(cache, x)
+        out, cache = step(cache, x)
         outs.append(np.asarray(out))
     return outs, cache
 
@@ -180,10 +181,10 @@ def test_gaps_between_sequences_are_counted_apart():
 
 def test_a_window_narrows_what_is_delivered(deep):
     window = 200
-    program = stepper(deep.placement, window=window)
-    want, _ = program(copied(deep.cache), deep.x)
+    step = stepper(deep.placement, window=window)
+    want, _ = step(copied(deep.cache), deep.x)
     with Ring.open(deep.placement, FIVE_SLOTS) as ring:
-        got, _ = program(copied(deep.cache), deep.x)
+        got, _ = step(copied(deep.cache), deep.x)
         stats = ring.stats()
     assert_same_bits(got, want)
     assert not np.array_equal(want, deep.outs[0])
@@ -255,12 +256,12 @@ def test_the_next_step_is_sent_ahead_across_a_block_border(deep):
 
 @pytest.mark.parametrize("length", [1, 129, 640, 701, 702, 1000])
 def test_what_was_sent_ahead_is_right_whatever_the_next_length(deep, length):
-    program = stepper(deep.placement)
+    step = stepper(deep.placement)
 
     def two_steps():
-        _, cache = program(copied(deep.cache), deep.x)
+        _, cache = step(copied(deep.cache), deep.x)
         lengths = placed(deep.placement, np.array([length], np.int32))
-        return np.asarray(program(cache._replace(lengths=lengths), deep.x)[0])
+        return np.asarray(step(cache._replace(lengths=lengths), deep.x)[0])
 
     want = two_steps()
     with Ring.open(deep.placement, FIVE_SLOTS) as ring:
@@ -312,9 +313,9 @@ def test_depth_and_slots_change_no_bit_under_delays(deep, depth, slots):
 
 
 def test_cells_too_large_for_a_slot_go_ordered():
-    """A block of 1,100 heads is larger than a default slot, which no ring was told."""
+    """A block of 2,112 heads is larger than a default slot, which no ring was told."""
     placement = placement_of(
-        ring_id=10, num_layers=1, capacity=256, num_kv_heads=1100, group=1
+        ring_id=10, num_layers=1, capacity=256, num_kv_heads=2112, group=1
     )
     on_device = replaced(placement)
     x = inputs(placement)
@@ -341,12 +342,11 @@ def test_a_ring_reopens_with_other_settings(deep):
 
 
 def test_the_ring_is_no_part_of_the_program(deep):
-    program = stepper(deep.placement)
-    before = program._cache_size()
+    before = program(deep.placement)._cache_size()
     with Ring.open(deep.placement, FIVE_SLOTS):
-        program(copied(deep.cache), deep.x)
-    program(copied(deep.cache), deep.x)
-    assert program._cache_size() == before
+        check(deep)
+    check(deep)
+    assert program(deep.placement)._cache_size() == before
 
 
 def test_a_ring_is_open_once(deep):
@@ -378,13 +378,13 @@ def test_a_refused_open_leaves_no_device_half_open(deep):
 
 
 def test_steps_after_a_close_go_ordered(deep):
-    program, cache = stepper(deep.placement), copied(deep.cache)
+    step, cache = stepper(deep.placement), copied(deep.cache)
     ring = Ring.open(deep.placement, FIVE_SLOTS)
-    out, cache = program(cache, deep.x)
+    out, cache = step(cache, deep.x)
     assert_same_bits(out, deep.outs[0])
     ring.close()
     for want in deep.outs[1:]:
-        out, cache = program(cache, deep.x)
+        out, cache = step(cache, deep.x)
         assert_same_bits(out, want)
     stats = ring.stats()
     assert stats.early_bytes == 700 * CELL_BYTES * LAYERS
@@ -402,16 +402,16 @@ def test_a_ring_may_open_while_a_step_runs(deep, opened):
         reached.set()
         assert goes_on.wait(60)
 
-    program = stepper(deep.placement, between=on_host(host))
+    step = stepper(deep.placement, between=on_host(host))
     ring = Ring.open(deep.placement, FIVE_SLOTS) if opened else None
     with ThreadPoolExecutor(1) as pool:
-        step = pool.submit(program, copied(deep.cache), deep.x)
+        running = pool.submit(step, copied(deep.cache), deep.x)
         assert reached.wait(60)
         if opened:
             ring.close()
         with Ring.open(deep.placement, FIVE_SLOTS) as other:
             goes_on.set()
-            assert_same_bits(step.result()[0], deep.outs[0])
+            assert_same_bits(running.result()[0], deep.outs[0])
             stats = other.stats()
             check(deep)
             after = other.stats()
@@ -569,21 +569,21 @@ def test_an_aborted_step_harms_no_other(deep):
         if fails[0]:
             raise RuntimeError("behind layer 3")
 
-    program = stepper(deep.placement, between=on_host(host))
-    want, _ = decode(deep.placement, deep.cache, deep.x, program=program)
+    step = stepper(deep.placement, between=on_host(host))
+    want, _ = decode(deep.placement, deep.cache, deep.x, step=step)
     emulation = Emulation(max_delay_us=200)
     with Ring.open(deep.placement, FIVE_SLOTS, emulation=emulation) as ring:
-        out, cache = program(copied(deep.cache), deep.x)
+        out, cache = step(copied(deep.cache), deep.x)
         assert_same_bits(out, want[0])
         held = copied(cache)
         fails[0] = True
-        with pytest.raises(jax.errors.JaxRuntimeError, match="behind layer 3"):
-            jax.block_until_ready(program(cache, deep.x))
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="layer 3"):
+            step(cache, deep.x)
         fails[0] = False
         before = ring.stats()
         check(deep)  # another cache on the same ring
         for i in (1, 2):
-            out, held = program(held, deep.x)
+            out, held = step(held, deep.x)
             assert_same_bits(out, want[i])
         stats = ring.stats()
     assert (before.steps, before.dropped_plans) == (2, 0)
@@ -604,10 +604,10 @@ def test_an_aborted_step_harms_no_other(deep):
 )
 def test_attends_out_of_the_list_give_the_same_bits(deep, order, counts):
     listed = tuple((layer, None) for layer in range(LAYERS))
-    program = stepper(deep.placement, order=order, listed=listed)
+    step = stepper(deep.placement, order=order, listed=listed)
     emulation = Emulation(max_delay_us=100)
     with Ring.open(deep.placement, FIVE_SLOTS, emulation=emulation) as ring:
-        out, _ = program(copied(deep.cache), deep.x)
+        out, _ = step(copied(deep.cache), deep.x)
         assert_same_bits(out, deep.outs[0][list(order)])
         stats = ring.stats()
         check(deep)
@@ -630,7 +630,7 @@ def test_a_listed_repeat_is_delivered_twice(deep):
 
 
 def two_caches(first: Placement, second: Placement):
-    """A jitted step of two caches whose attends alternate, first to last."""
+    """A step of two caches in one program; their attends alternate."""
 
     def after(x, out):
         return x + (out.sum() > 1e30).astype(x.dtype)  # a dependency, not a change
@@ -650,7 +650,8 @@ def two_caches(first: Placement, second: Placement):
 
     shardings = first.cache_shardings(), second.cache_shardings()
     every = first.sharding(jax.sharding.PartitionSpec())
-    return jax.jit(step, donate_argnums=0, out_shardings=(every, every, shardings))
+    step = jax.jit(step, donate_argnums=0, out_shardings=(every, every, shardings))
+    return lambda caches, x: jax.block_until_ready(step(caches, x))
 
 
 def test_two_rings_interleave_in_one_program(deep):
@@ -667,24 +668,26 @@ def test_two_rings_interleave_in_one_program(deep):
         assert_same_bits(outs[0], deep.outs[0])
         assert_same_bits(outs[1], want)
         stats = ring.stats(), other_ring.stats()
-    assert [s.ordered_bytes + s.dropped_plans + s.skipped_attends for s in stats] == [
-        0,
-        0,
-    ]
+    for each in stats:
+        assert (each.ordered_bytes, each.dropped_plans, each.skipped_attends) == (
+            0,
+            0,
+            0,
+        )
     assert stats[0].early_bytes == 700 * CELL_BYTES * LAYERS
     assert stats[1].early_bytes == 300 * CELL_BYTES * LAYERS
 
 
 def test_two_caches_take_turns_on_one_ring(deep):
     other = filled(deep.placement, [300], seed=9)
-    program = stepper(deep.placement)
+    step = stepper(deep.placement)
     want, _ = decode(deep.placement, other, deep.x)
     first, second = copied(deep.cache), copied(other)
     with Ring.open(deep.placement, FIVE_SLOTS) as ring:
         for i in range(STEPS):
-            out, first = program(first, deep.x)
+            out, first = step(first, deep.x)
             assert_same_bits(out, deep.outs[i])
-            out, second = program(second, deep.x)
+            out, second = step(second, deep.x)
             assert_same_bits(out, want[i])
         stats = ring.stats()
     assert (stats.ordered_bytes, stats.dropped_plans, stats.moved_tails) == (0, 0, 0)
@@ -715,11 +718,11 @@ def test_two_caches_interleaved_on_one_ring_are_right_or_nan(deep, capfd, length
 
 
 def test_without_donation_results_are_right_and_a_warning_comes_once(deep, capfd):
-    program = jax.jit(lambda cache, x: run(deep.placement, cache, x))
+    step = jax.jit(lambda cache, x: run(deep.placement, cache, x))
     with Ring.open(deep.placement, FIVE_SLOTS) as ring:
         cache = deep.cache
         for want in deep.outs:
-            out, cache = program(cache, deep.x)
+            out, cache = step(cache, deep.x)
             assert_same_bits(out, want)
         stats = ring.stats()
     assert stats.moved_tails == (STEPS - 1) * LAYERS  # the first has nothing to compare
@@ -776,11 +779,11 @@ def test_steps_in_one_program_use_the_ring(deep, loop):
         return state[1:]
 
     shardings = (deep.x.q.sharding, deep.placement.cache_shardings())
-    program = {"scan": scan, "while_loop": while_loop}[loop]
-    program = jax.jit(program, donate_argnums=0, out_shardings=shardings)
+    steps = {"scan": scan, "while_loop": while_loop}[loop]
+    steps = jax.jit(steps, donate_argnums=0, out_shardings=shardings)
     emulation = Emulation(max_delay_us=100)
     with Ring.open(deep.placement, FIVE_SLOTS, emulation=emulation) as ring:
-        outs, cache = program(copied(deep.cache), deep.x)
+        outs, cache = jax.block_until_ready(steps(copied(deep.cache), deep.x))
         assert_same_steps(deep, list(np.asarray(outs)))
         stats = ring.stats()
     jax.tree.map(assert_same_bits, cache.layers, deep.last.layers)
@@ -790,10 +793,10 @@ def test_steps_in_one_program_use_the_ring(deep, loop):
 
 
 def test_every_step_draws_a_new_stamp(deep):
-    program, cache = stepper(deep.placement), copied(deep.cache)
+    step, cache = stepper(deep.placement), copied(deep.cache)
     stamps = {tuple(np.asarray(cache.stamp)[0])}
     for _ in range(STEPS):
-        _, cache = program(cache, deep.x)
+        _, cache = step(cache, deep.x)
         stamps.add(tuple(np.asarray(cache.stamp)[0]))
     assert len(stamps) == STEPS + 1
     assert not reset(cache).stamp.any()
@@ -801,16 +804,14 @@ def test_every_step_draws_a_new_stamp(deep):
 
 def test_an_idle_ring_is_given_back_and_taken_again():
     placement = placement_of(ring_id=7, num_layers=1, capacity=256, device_cells=128)
-    program = stepper(placement)
+    step = stepper(placement)
     idle = inputs(placement, num_new=[0])
     with Ring.open(placement, FIVE_SLOTS) as ring:
         cache = filled(placement, [128])
         for _ in range(IDLE_STEPS):
-            _, cache = program(cache, idle)
-        jax.block_until_ready(cache)
+            _, cache = step(cache, idle)
         held = ring.stats()
-        _, cache = program(cache, idle)
-        jax.block_until_ready(cache)
+        _, cache = step(cache, idle)
         given_back = ring.stats()
         x = inputs(placement)
         outs, cache = decode(placement, filled(placement, [200]), x)
@@ -821,9 +822,8 @@ def test_an_idle_ring_is_given_back_and_taken_again():
     assert (held.given_back, held.ring_bytes) == (0, 3 * BLOCK_BYTES)
     assert (given_back.given_back, given_back.ring_bytes) == (1, 0)
     assert (taken.given_back, taken.ring_bytes) == (1, 3 * BLOCK_BYTES)
-    assert (
-        taken.ordered_bytes == (200 - 128) * CELL_BYTES
-    )  # the step that found it gone
+    first = (200 - 128) * CELL_BYTES  # the step that found the ring gone
+    assert taken.ordered_bytes == first
     assert taken.early_bytes == (201 + 202 - 2 * 128) * CELL_BYTES
 
 
@@ -834,15 +834,14 @@ def resident_bytes() -> int:
 
 def test_a_thousand_steps_and_rings_leak_nothing():
     placement = placement_of(ring_id=8, num_layers=1, capacity=256)
-    program, x = stepper(placement), inputs(placement, num_new=[0])
+    step, x = stepper(placement), inputs(placement, num_new=[0])
     cache = filled(placement, [200])
     sizes = []
     for _ in range(4):
         for _ in range(25):
             with Ring.open(placement, FIVE_SLOTS):
                 for _ in range(10):
-                    _, cache = program(cache, x)
-                jax.block_until_ready(cache)
+                    _, cache = step(cache, x)
         gc.collect()
         sizes.append(resident_bytes())
     assert sizes[-1] - sizes[0] < 4 * MIB, sizes
@@ -855,7 +854,7 @@ def test_each_device_has_its_own_ring():
     mesh = make_mesh({"tp": 8})
     placement = placement_of(ring_id=9, mesh=mesh, num_layers=2, num_kv_heads=8)
     cache, x = filled(placement, [700]), inputs(placement)
-    want = jax.block_until_ready(stepper(placement)(copied(cache), x)[0])
+    want, _ = stepper(placement)(copied(cache), x)
     emulation = {d: Emulation(seed=d.id, max_delay_us=100) for d in mesh.devices.flat}
     with Ring.open(placement, FIVE_SLOTS, emulation=emulation) as ring:
         out, after = stepper(placement)(copied(cache), x)

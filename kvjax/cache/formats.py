@@ -9,7 +9,8 @@ from kvjax.config import CacheConfig
 def encode(
     config: CacheConfig, k: Float[Array, "B T K H"], v: Float[Array, "B T K Hv"]
 ) -> Float[Array, "B T K R"]:
-    """Makes a step's rows: the key, the value, zeros up to 16 bytes, in the cache's dtype.
+    """Makes a step's rows: the key, the value, zeros up to 16 bytes, in the cache's
+    dtype.
 
     Made once a step, so a token attends to the same bits now as later.
 

@@ -10,8 +10,8 @@ from kvjax.config import CacheConfig
 class LayerCells(NamedTuple):
     """The cells of one layer; a part that the layer doesn't have is None.
 
-        cell   0 ............ device_cells ............ num_cells
-               device                    tail (pinned host memory)
+    cell   0 ............ device_cells ............ num_cells
+           device                    tail (pinned host memory)
     """
 
     device: Float[Array, "B S_device K R"] | None
@@ -55,6 +55,8 @@ def reset(cache: Cache, sequence: int | None = None) -> Cache:
     else:
         num_seqs = cache.lengths.shape[0]
         if not 0 <= sequence < num_seqs:
-            raise ValueError(f"sequence must be between 0 and {num_seqs - 1}, got {sequence}")
+            raise ValueError(
+                f"sequence must be between 0 and {num_seqs - 1}, got {sequence}"
+            )
         lengths = cache.lengths.at[sequence].set(0)
     return cache._replace(lengths=lengths, stamp=cache.stamp * 0)

@@ -1,8 +1,14 @@
 """Several processes, one program: what they must agree on, said before anything starts.
 
-Each call is made by every process. One that finds a difference raises on all of them, so
+Each call is made by every process. One that finds a difference raises on all of them,
+so
 none is left waiting for another in a collective.
 """
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -10,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from kvjax.delivery.placement import Placement
 
-MESSAGE_BYTES = 4096  # of one process's words, padded: all must send the same shape
+T = TypeVar("T")
 
 
 def check_equal(facts: dict[str, object]) -> None:
@@ -22,12 +28,14 @@ def check_equal(facts: dict[str, object]) -> None:
     Raises:
       ValueError: names each fact that differs, and who has what.
     """
-    lines = [f"{name} = {value}" for name, value in sorted(facts.items())]
-    said = [text.split("\n") for text in gather("\n".join(lines))]
+    mine = json.dumps({name: str(value) for name, value in facts.items()})
+    said = [json.loads(text) for text in gather(mine)]
     apart = [
-        "; ".join(f"process {i} has {line}" for i, line in enumerate(versions))
-        for versions in zip(*said, strict=True)
-        if len(set(versions)) > 1
+        "; ".join(
+            f"process {i} has {name} = {its.get(name)}" for i, its in enumerate(said)
+        )
+        for name in sorted(set().union(*said))
+        if len({its.get(name) for its in said}) > 1
     ]
     if apart:
         raise ValueError("the processes differ, start all alike: " + ". ".join(apart))
@@ -47,6 +55,18 @@ def check_none(problem: str) -> None:
         )
 
 
+def together(make: Callable[[], T]) -> T:
+    """What `make` gives; a ValueError that it raises on one process is raised on
+    all.
+    """
+    try:
+        made, problem = make(), ""
+    except ValueError as error:
+        made, problem = None, str(error) or "a ValueError"
+    check_none(problem)
+    return made
+
+
 def check_placement(placement: Placement) -> None:
     """Raises on every process unless all shape the program alike."""
     config = placement.config
@@ -62,10 +82,22 @@ def check_placement(placement: Placement) -> None:
 
 
 def gather(text: str) -> list[str]:
-    """Every process's text, by process; cut to MESSAGE_BYTES."""
+    """Every process's text, by process.
+
+    Raises:
+      ValueError: on every process, if they have unequal numbers of devices.
+    """
     if jax.process_count() == 1:
         return [text]
-    raw = text.encode()[:MESSAGE_BYTES]
-    padded = np.frombuffer(raw.ljust(MESSAGE_BYTES, b"\0"), np.uint8)
+    counts = Counter(device.process_index for device in jax.devices())
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            "the processes have unequal numbers of devices, by process "
+            f"{dict(sorted(counts.items()))}: give each as many"
+        )
+    raw = text.encode()
+    sizes = multihost_utils.process_allgather(np.int32(len(raw)))
+    padded = np.zeros(max(1, sizes.max()), np.uint8)  # all must send the same shape
+    padded[: len(raw)] = np.frombuffer(raw, np.uint8)
     rows = multihost_utils.process_allgather(padded)
-    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
+    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]

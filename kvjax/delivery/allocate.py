@@ -39,7 +39,8 @@ def footprint(placement: Placement) -> Footprint:
 def pool_limit_bytes() -> int:
     """The limit of XLA's pinned pool for each GPU: 64 GiB, or what its variable says.
 
-    The only environment variable that kvjax reads, since XLA offers no other way to ask.
+    The only environment variable that kvjax reads, since XLA offers no other way to
+    ask.
 
     Raises:
       ValueError: the variable is not a whole number.
@@ -65,14 +66,15 @@ def check_host(placement: Placement) -> None:
         raise ValueError(
             f"the tails need {need.tail_bytes} bytes of pinned memory for each device, "
             f"XLA's pool allows {limit}: set {POOL_LIMIT} (GiB) above "
-            f"{need.tail_bytes >> 30} before jax starts, or keep more cells on the device"
+            f"{need.tail_bytes >> 30} before jax starts, or keep more cells on the "
+            "device"
         )
     free = available_host_bytes()
     if need.host_bytes > free:
         raise ValueError(
             f"the tails need {need.host_bytes} bytes of host memory for "
-            f"{len(_local_devices(placement))} devices, {free} are available: lower the "
-            "capacity, or keep more cells on the device"
+            f"{len(_local_devices(placement))} devices, {free} are available: lower "
+            "the capacity, or keep more cells on the device"
         )
 
 
@@ -106,7 +108,9 @@ def init_cache(
         layers.append(LayerCells(*parts))
         if progress is not None:
             progress(made, total)
-    lengths = jnp.zeros(placement.config.batch_size, jnp.int32, device=shardings.lengths)
+    lengths = jnp.zeros(
+        placement.config.batch_size, jnp.int32, device=shardings.lengths
+    )
     stamp = jnp.zeros((placement.mesh.size, 2), jnp.uint32, device=shardings.stamp)
     return Cache(tuple(layers), lengths, stamp)
 
@@ -125,7 +129,9 @@ def _problem(placement: Placement) -> str:
 def _zeros(
     placement: Placement, num_cells: int, sharding: NamedSharding | None
 ) -> jax.Array | None:
-    """One part of a layer. A tail is filled from the host: XLA would make it on the device."""
+    """One part of a layer. A tail is filled from the host: XLA would make it on the
+    device.
+    """
     if sharding is None:
         return None
     config = placement.config

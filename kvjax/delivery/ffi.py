@@ -20,17 +20,22 @@ from kvjax.delivery.placement import Placement
 from kvjax.shapes import BLOCK
 
 LIBRARIES = {"cpu": "libkvjax_cpu.so", "CUDA": "libkvjax_cuda.so"}
+COMPILERS = {"cpu": "a C++ compiler", "CUDA": "a CUDA compiler (nvcc)"}
 ABI = 1  # of the C symbols that ring.py calls; module.h says the same
 NO_WINDOW = 0
 MAX_SPLIT_ROWS = 64  # query rows of a kv head up to which a launch splits by blocks
 
 
 def library_path(platform: str) -> Path | None:
-    """The built library of "cpu" or "CUDA", or None: in the package, else as installed."""
+    """The built library of "cpu" or "CUDA", or None: in the package, else as
+    installed.
+    """
     name = LIBRARIES[platform]
     places = [Path(__file__).resolve().parents[1] / "lib" / name]
     try:
-        places.append(Path(metadata.distribution("kvjax").locate_file(f"kvjax/lib/{name}")))
+        places.append(
+            Path(metadata.distribution("kvjax").locate_file(f"kvjax/lib/{name}"))
+        )
     except metadata.PackageNotFoundError:
         pass
     return next((place for place in places if place.exists()), None)
@@ -49,7 +54,9 @@ def library(platform: str) -> ctypes.CDLL | None:
     lib = ctypes.CDLL(str(path))
     found = lib.kvjax_abi()
     if found != ABI:
-        raise ValueError(f"{path} has ABI {found}, kvjax needs {ABI}: rebuild it (README)")
+        raise ValueError(
+            f"{path} has ABI {found}, kvjax needs {ABI}: rebuild it (README)"
+        )
     built, runs = lib.kvjax_ffi_minor(), _runtime_ffi_minor()
     if built > runs:
         raise ValueError(
@@ -70,7 +77,8 @@ def library(platform: str) -> ctypes.CDLL | None:
 
 OPS = {
     "begin": {"initialize": "_initialize", "execute": ""},
-    "append": {"execute": ""},
+    "append_device": {"execute": ""},
+    "append_ring": {"execute": ""},
     "attend_ring": {"execute": ""},
     "attend_device": {"initialize": "_initialize", "execute": ""},
 }
@@ -96,9 +104,9 @@ def require(platform: str) -> ctypes.CDLL:
     lib = library(name)
     if lib is None:
         raise ValueError(
-            f"{LIBRARIES[name]} is not built. Install with `pip install .` on a machine "
-            f"with {'a CUDA compiler (nvcc)' if name == 'CUDA' else 'a C++ compiler'}, or "
-            "use Placement(backend='reference'), plain JAX"
+            f"{LIBRARIES[name]} is not built. Install with `pip install .` on a "
+            f"machine with {COMPILERS[name]}, or use "
+            "Placement(backend='reference'), plain JAX"
         )
     return lib
 
@@ -106,9 +114,11 @@ def require(platform: str) -> ctypes.CDLL:
 def _call(op: str, results, aliases: dict[int, int], operands, **attrs):
     """Calls a native op. None is marked as a side effect, begin neither.
 
-    Their results are used, so none is left out, and a program with effects is dispatched
-    by jax's slow path: 2.5 ms a step with 227 weights. Two equal begins may then become
-    one; the second step's attends are out of its plan's order and go ordered, same bits.
+    Their results are used, so none is left out, and a program with effects is
+    dispatched by jax's slow path: 2.5 ms a step with 227 weights. Two equal begins may
+    then become one; the second step's attends are out of its plan's order and go
+    ordered, same
+    bits.
     """
     call = jax.ffi.ffi_call(f"kvjax_{op}_{ABI}", results, input_output_aliases=aliases)
     return call(*operands, **attrs)
@@ -128,7 +138,8 @@ def _manual(placement: Placement, f, in_specs, out_specs):
 
 
 def _workspace(q: Array, cells: Array, value_dim: int) -> jax.ShapeDtypeStruct:
-    """Where attend_device keeps each block's result (values, m, sum) until it is folded.
+    """Where attend_device keeps each block's result (values, m, sum) until it is
+    folded.
 
     Many query rows fold in registers and need none; ops/attention.cu has the same rule.
     """
@@ -206,7 +217,9 @@ def begin(
             jax.ShapeDtypeStruct((1,), jnp.int32),
             _result(stamp),
         )
-        return _call("begin", results, {0: 0}, (tokens, lengths, stamp, *tails), **attrs)
+        return _call(
+            "begin", results, {0: 0}, (tokens, lengths, stamp, *tails), **attrs
+        )
 
     each = placement.device_spec
     call = _manual(
@@ -234,12 +247,13 @@ def append(
       where: Cell of each row within this part; -1 drops the row.
       ticket: Orders this call behind begin and earlier attends.
     """
-    is_tail = jax.typeof(cells).memory_space == jax.memory.Space.Host
-    attrs = dict(ring_id=np.int64(placement.ring_id), is_tail=np.bool_(is_tail))
+    op, attrs = "append_device", {}
+    if jax.typeof(cells).memory_space == jax.memory.Space.Host:
+        op, attrs = "append_ring", dict(ring_id=np.int64(placement.ring_id))
 
     def local(cells, rows, where, ticket):
         result = jax.typeof(cells)  # carries the host memory space
-        return _call("append", result, {0: 0}, (cells, rows, where, ticket), **attrs)
+        return _call(op, result, {0: 0}, (cells, rows, where, ticket), **attrs)
 
     heads = placement.head_spec
     call = _manual(

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from kvjax.cache.state import Cache, LayerCells, cache_bytes
@@ -16,7 +17,8 @@ BACKENDS = ("native", "reference")
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A cache split by key/value head over one axis of a mesh. Static: part of a program.
+    """A cache split by key/value head over one axis of a mesh. Static: part of a
+    program.
 
     With fewer heads than devices on the axis each head is stored once for every device
     whose queries read it. Other axes of the mesh hold replicas.
@@ -42,7 +44,8 @@ class Placement:
             raise ValueError(f"backend must be one of {BACKENDS}, got {self.backend!r}")
         if self.axis not in self.mesh.axis_names:
             raise ValueError(
-                f"axis must be one of the mesh's axes {self.mesh.axis_names}, got {self.axis!r}"
+                f"axis must be one of the mesh's axes {self.mesh.axis_names}, got "
+                f"{self.axis!r}"
             )
         check_range("ring_id", self.ring_id, 0, (1 << 31) - 1)
         check_range("num_heads", self.num_heads, 1, 1 << 16)
@@ -104,7 +107,8 @@ def check_heads(num_heads: int, num_kv_heads: int, axis_size: int) -> None:
     """Raises ValueError, with the sizes that work, if heads cannot be split so."""
     if num_heads % num_kv_heads:
         raise ValueError(
-            f"query heads must be a multiple of kv heads, got {num_heads} and {num_kv_heads}"
+            f"query heads must be a multiple of kv heads, got {num_heads} and "
+            f"{num_kv_heads}"
         )
 
     def works(size: int) -> bool:
@@ -121,12 +125,16 @@ def check_heads(num_heads: int, num_kv_heads: int, axis_size: int) -> None:
 
 
 def device_bytes(placement: Placement) -> tuple[int, int]:
-    """Bytes that one device's share of the cache takes: (device memory, pinned host)."""
+    """Bytes that one device's share of the cache takes: (device memory, pinned
+    host).
+    """
     return cache_bytes(placement.config, placement.local_heads)
 
 
 def make_mesh(sizes: dict[str, int] | None = None, devices=None) -> Mesh:
-    """A mesh with Auto axes over the first devices; by default one device, axis "tp"."""
+    """A mesh with Auto axes over the first devices; by default one device, axis
+    "tp".
+    """
     sizes = {"tp": 1} if sizes is None else sizes
     devices = jax.devices() if devices is None else devices
     needed = int(np.prod(list(sizes.values())))

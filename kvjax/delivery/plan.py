@@ -1,4 +1,4 @@
-"""Whether a cache gets a ring, and of how many slots: a plan, or a decline with numbers."""
+"""Whether a cache gets a ring, of how many slots: a plan, or a decline with numbers."""
 
 from typing import NamedTuple
 

@@ -14,7 +14,9 @@ from kvjax.config import CacheConfig
 
 
 def append(
-    cells: Float[Array, "B S K R"], rows: Float[Array, "B T K R"], where: Int[Array, "B T"]
+    cells: Float[Array, "B S K R"],
+    rows: Float[Array, "B T K R"],
+    where: Int[Array, "B T"],
 ) -> Float[Array, "B S K R"]:
     """Writes each row to the cell that `where` names; -1 and beyond S drop it."""
     on_host = _is_host(cells)
@@ -39,7 +41,9 @@ def attend(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "B T N Hv"]:
-    """Attention as the native attend defines it (delivery/ffi.py), softmax in float32."""
+    """Attention as the native attend defines it (delivery/ffi.py), softmax in
+    float32.
+    """
     k_new, v_new = decode(config, rows)
     k_old, v_old = decode(config, _join(cells))
     k = jnp.concatenate([k_old, k_new], axis=1).astype(jnp.float32)
@@ -68,9 +72,13 @@ def attend(
 
 
 def visible(
-    lengths: Int[Array, " B"], where: Int[Array, "B T"], num_cells: int, window: int | None
+    lengths: Int[Array, " B"],
+    where: Int[Array, "B T"],
+    num_cells: int,
+    window: int | None,
 ) -> Array:
-    """Which stored cells (S of them), then which new rows (T), each query sees [B, T, S+T].
+    """Which stored cells (S of them), then which new rows (T), each query sees [B, T,
+    S+T].
 
     With lengths [3], S = 6, where [[3, 4]] and no window:
 
@@ -80,12 +88,13 @@ def visible(
     cell = jnp.arange(num_cells)
     stored = cell[None, :] < lengths[:, None]  # [B, S]
     replaced = (where[:, :, None] == cell).any(axis=1)  # [B, S]
-    stored = jnp.broadcast_to(
-        (stored & ~replaced)[:, None], (*where.shape, num_cells)
-    )
+    stored = jnp.broadcast_to((stored & ~replaced)[:, None], (*where.shape, num_cells))
     new = (where[:, None, :] <= where[:, :, None]) & (where[:, None, :] >= 0)
     place = jnp.concatenate(
-        [jnp.broadcast_to(cell, stored.shape), jnp.broadcast_to(where[:, None], new.shape)],
+        [
+            jnp.broadcast_to(cell, stored.shape),
+            jnp.broadcast_to(where[:, None], new.shape),
+        ],
         axis=-1,
     )
     seen = jnp.concatenate([stored, new], axis=-1) & (where >= 0)[:, :, None]

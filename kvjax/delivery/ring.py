@@ -1,4 +1,4 @@
-"""The ring's handle: opens it on every local device, counts, closes. Contract: ops/ring.h."""
+"""The ring's handle: opens it on every local device, counts, closes (ops/ring.h)."""
 
 import ctypes
 import sys
@@ -14,10 +14,11 @@ from kvjax.delivery.plan import Decline, Slots, plan_ring
 
 
 class RingStats(NamedTuple):
-    """Counts of one device's ring, or of all local devices together, since it was opened.
+    """Counts of one device's ring, or of all local devices together, since it was
+    opened.
 
-    Bytes are of cells: early through slots, ordered on the compute stream; gap bytes were
-    copied along between sequences.
+    Bytes are of cells: early through slots, ordered on the compute stream; gap bytes
+    were copied along between sequences.
     """
 
     steps: int = 0
@@ -59,7 +60,8 @@ class Emulation(NamedTuple):
 
 
 class Ring:
-    """The rings of one cache: one on each local device of its placement, each on its own.
+    """The rings of one cache: one on each local device of its placement, each on its
+    own.
 
     Without one, or after close, attends go by the ordered path: the same bits. Settings
     are the ring's; to change them close it and open another. A ring that nobody holds
@@ -93,7 +95,8 @@ class Ring:
           emulation: Of all or some emulated devices.
 
         Raises:
-          ValueError: the id's ring is open already, a slot holds no block, or the native
+          ValueError: the id's ring is open already, a slot holds no block, or the
+          native
             library is missing. No device is left open then.
         """
         here = jax.process_index()
@@ -106,18 +109,23 @@ class Ring:
         opened = []
         for device in local:
             like = emulation.get(device) if isinstance(emulation, dict) else emulation
-            if not _open_native(placement, device, configs[device], plans[device], like):
+            if not _open_native(
+                placement, device, configs[device], plans[device], like
+            ):
                 _close_native(placement.ring_id, opened)
                 raise ValueError(
-                    f"ring_id {placement.ring_id} is open already on {device}; close that "
-                    "ring, or give this cache's Placement another ring_id"
+                    f"ring_id {placement.ring_id} is open already on {device}; close "
+                    "that ring, or give this cache's Placement another ring_id"
                 )
             opened.append(device)
         _tell(plans)
         return cls(placement, plans)
 
     def stats(self, device: jax.Device | None = None) -> RingStats:
-        """Counts of one device, or the sum over the local ones."""
+        """Counts of one device, or the sum over the local ones.
+
+        Of steps that have run: wait for their results first, steps are asynchronous.
+        """
         devices = [d for d in self._devices if device in (None, d)]
         counts = [_stats(self.placement.ring_id, d) for d in devices] or [RingStats()]
         return RingStats(*map(sum, zip(*counts, strict=True)))
@@ -192,14 +200,19 @@ def _stats(ring_id: int, device: jax.Device) -> RingStats:
     lib.kvjax_ring_stat_names.restype = ctypes.c_char_p
     names = lib.kvjax_ring_stat_names().decode().rstrip(",").split(",")
     counts = (ctypes.c_int64 * len(names))()
-    lib.kvjax_ring_stats(ctypes.c_int64(ring_id), ctypes.c_int64(_ordinal(device)), counts)
+    lib.kvjax_ring_stats(
+        ctypes.c_int64(ring_id), ctypes.c_int64(_ordinal(device)), counts
+    )
     return RingStats(**dict(zip(names, counts, strict=True)))
 
 
 def _decline(ring_id: int, device: jax.Device) -> str:
     text = ctypes.create_string_buffer(512)
     _library(device).kvjax_ring_decline(
-        ctypes.c_int64(ring_id), ctypes.c_int64(_ordinal(device)), text, ctypes.c_int64(512)
+        ctypes.c_int64(ring_id),
+        ctypes.c_int64(_ordinal(device)),
+        text,
+        ctypes.c_int64(512),
     )
     return text.value.decode()
 

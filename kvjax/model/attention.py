@@ -8,6 +8,7 @@
 All of it is traced inside the caller's jit, which donates the cache.
 """
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Float, Int
@@ -23,10 +24,13 @@ class Step:
     """The books of one step while it is traced; holds no state between traces.
 
     Attributes:
-      positions: Place of each new token in its sequence [B, T], int32, also of dropped ones.
+      positions: Place of each new token in its sequence [B, T], int32, also of dropped
+      ones.
     """
 
-    def __init__(self, placement: Placement, cache: Cache, num_new: Int[Array, " B"], width: int):
+    def __init__(
+        self, placement: Placement, cache: Cache, num_new: Int[Array, " B"], width: int
+    ):
         offset = jnp.arange(width, dtype=jnp.int32)[None]
         self.placement = placement
         self.positions = cache.lengths[:, None] + offset
@@ -54,10 +58,12 @@ class Step:
           cache: The cache as it was before the step.
           tokens: The step's tokens, each sequence's own from the left.
           num_new: How many of the T tokens each sequence really has; None = all.
-          attends: (layer, window) of each attend to come; None = each layer once, no window.
+          attends: (layer, window) of each attend to come; None = each layer once, no
+          window.
 
         Returns:
-          The tokens to embed (use these: they order begin before everything) and the step.
+          The tokens to embed (use these: they order begin before everything) and the
+          step.
 
         Raises:
           ValueError: tokens or num_new aren't of the cache's batch, or `attends` names
@@ -96,7 +102,8 @@ class Step:
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> Float[Array, "B T N Hv"]:
-        """Encodes and appends the step's keys and values, then attends (delivery/ffi.py).
+        """Encodes and appends the step's keys and values, then attends
+        (delivery/ffi.py).
 
         Raises:
           ValueError: the cache has no such layer or window, its heads or head sizes are
@@ -117,6 +124,9 @@ class Step:
             q, k, v = ffi.once(q), ffi.once(k), ffi.once(v)
         rows = encode(place.config, place.expand_heads(k), place.expand_heads(v))
         q, rows = (place.constrain(x, place.head_spec) for x in (q, rows))
+        # All that attend needs comes before append: then XLA has nothing to launch
+        # between.
+        q, rows = jax.lax.optimization_barrier((q, rows))
         cells = self._append(layer, rows)
         self._layers[layer] = cells
         if place.backend == "reference":
@@ -141,7 +151,9 @@ class Step:
             tail=self._append_part(cells.tail, rows, in_tail),
         )
 
-    def _append_part(self, cells: Array | None, rows: Array, where: Array) -> Array | None:
+    def _append_part(
+        self, cells: Array | None, rows: Array, where: Array
+    ) -> Array | None:
         if cells is None:
             return None
         if self.placement.backend == "reference":
@@ -157,7 +169,9 @@ class Step:
 
 def _check_batch(placement: Placement, tokens: Array, num_new: Array | None) -> None:
     num_seqs = placement.config.batch_size
-    if tokens.shape[0] != num_seqs or (num_new is not None and num_new.shape != (num_seqs,)):
+    if tokens.shape[0] != num_seqs or (
+        num_new is not None and num_new.shape != (num_seqs,)
+    ):
         counts = "" if num_new is None else f" and num_new {list(num_new.shape)}"
         raise ValueError(
             f"the cache holds {num_seqs} sequences, got tokens {list(tokens.shape)}"
@@ -177,6 +191,6 @@ def _check_heads(placement: Placement, q: Array, k: Array) -> None:
     got = (*q.shape[2:], k.shape[2])
     if got != want:
         raise ValueError(
-            f"the placement has {want[0]} query heads of {want[1]} and {want[2]} kv heads, "
-            f"got q {list(q.shape)} and k {list(k.shape)}"
+            f"the placement has {want[0]} query heads of {want[1]} and {want[2]} kv "
+            f"heads, got q {list(q.shape)} and k {list(k.shape)}"
         )

@@ -224,21 +224,21 @@ void Play::Begin(const std::vector<AttendKey>& attends, uint64_t stamp_before) {
   Expect(begun.ok(), "begin: " + begun.message);
 }
 
-// The step's append to a layer; whether it wrote a copy of the tail, for want of
-// donation.
+// The append before an attend, if one comes; whether one did. Not donated, it writes a
+// copy of the tail. A layer that is attended twice may be appended to twice.
 bool Play::Append(int64_t layer) {
-  const bool moves = random_.Chance(0.03);
-  if (moves) old_tails_.push_back(cache_.Move(layer));
-  if (!appended_[layer] && random_.Chance(0.95)) cache_.Append(layer);
+  if (random_.Chance(0.03)) old_tails_.push_back(cache_.Move(layer));
+  const bool appends = random_.Chance(appended_[layer] ? 0.2 : 0.95);
+  if (appends) cache_.Append(layer);
   appended_[layer] = true;
-  return moves;
+  return appends;
 }
 
 // False: the step dies here.
 bool Play::AttendOnce(AttendKey key) {
-  const bool moves = Append(key.layer);
+  const bool appends = Append(key.layer);
   const int64_t fail_at = random_.Chance(0.02) ? random_.Between(0, 5) : -1;
-  clean_ &= !moves && fail_at < 0;
+
   const TestLayer& layer = cache_.layers()[key.layer];
   const LayerShape shape = cache_.ShapeOf(key);
   const AttendCall call{key,
@@ -251,10 +251,12 @@ bool Play::AttendOnce(AttendKey key) {
   Coverage coverage(shape, cache_.lengths());
 
   std::lock_guard<std::mutex> lock(ring_->mutex());
-  if (moves) ring_->NoteAppend(call.tail);
-  ledger_.counts().moved_tails += moves;
+
   const RingStats before = ring_->stats();
   const bool moved = call.tail != begun_[key.layer];
+  clean_ &= !moved && fail_at < 0;
+  if (appends) ring_->NoteAppend(call.tail);
+  ledger_.counts().moved_tails += appends && moved;
   const bool delivers = ledger_.Attend(key, moved, before.ring_bytes > 0);
   const Status status = AttendWatched(call, fail_at, &coverage);
   if (status.message == "as asked") {

@@ -1,0 +1,223 @@
+"""Several processes over loopback: one job's tokens, shares, refusals, deaths."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvjax.delivery import ffi
+from kvjax.delivery.allocate import POOL_LIMIT
+
+if ffi.library_path("cpu") is None:
+    pytest.skip("the cpu library is not built", allow_module_level=True)
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "experiments" / "multihost.py"
+# Two kv heads on four devices are stored twice; 130 + 5 tokens take two blocks of cells.
+SMALL = ("--geometry=tiny", "--batch=2", "--prompt_tokens=130", "--max_new_tokens=5")
+FLOAT32 = ("--dtype=float32",)  # what rounds to bfloat16 could differ between runs
+ALL_CELL_BYTES = 4 * 2 * 256 * 4 * 128 * 4  # layers, B, S, stored heads, R, float32
+LONG = ("--geometry=tiny", "--batch=1", "--prompt_tokens=20", "--max_new_tokens=20000")
+HEARTBEAT = "--heartbeat_s=10"
+REFUSED = 2
+END_S = 60  # from a death to the end of the job
+
+
+class Job:
+    """Processes of the script, each with a log."""
+
+    def __init__(self, folder: Path):
+        self.processes: list[subprocess.Popen] = []
+        self._folder = folder
+
+    def start(self, *flags: str, **environment: str) -> None:
+        """Starts one, in a session of its own, so that its children can be ended too."""
+        log = self._folder / f"{len(self.processes)}.log"
+        paths = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, SCRIPT, *flags],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | paths | environment,
+                start_new_session=True,
+            )
+        self.processes.append(process)
+
+    def codes(self, limit_s: float = 150) -> list[int]:
+        """Exit codes of all, in time."""
+        end = time.monotonic() + limit_s
+        return [p.wait(max(0.1, end - time.monotonic())) for p in self.processes]
+
+    def log(self, i: int) -> str:
+        return (self._folder / f"{i}.log").read_text(errors="replace")
+
+    def pid_that_decodes(self, i: int, number: int, limit_s: float = 120) -> int:
+        """Waits until log i says that process `number` decodes."""
+        end = time.monotonic() + limit_s
+        while time.monotonic() < end:
+            found = re.search(rf"process {number}: decodes, pid (\d+)", self.log(i))
+            if found:
+                return int(found[1])
+            assert self.processes[i].poll() is None, self.log(i)
+            time.sleep(0.1)
+        raise AssertionError(f"process {number} never decoded: {self.log(i)}")
+
+    def end(self) -> None:
+        for process in self.processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+
+
+@pytest.fixture
+def job(tmp_path):
+    with ended(Job(tmp_path)) as job:
+        yield job
+
+
+@contextmanager
+def ended(job: Job):
+    try:
+        yield job
+    finally:
+        job.end()
+
+
+def start_pair(job: Job, *own: str, **environment: str) -> None:
+    """Two processes with two devices each; flags and environment of the second alone."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    both = (*SMALL, HEARTBEAT, "--num_processes=2", "--devices_per_process=2")
+    both += (f"--coordinator=127.0.0.1:{port}",)
+    job.start(*both, "--process_id=0")
+    job.start(*both, "--process_id=1", *own, **environment)
+
+
+def start_local(job: Job, processes: int, devices: int, *flags: str) -> None:
+    """The launcher: it passes the flags on to each process that it starts."""
+    sizes = f"--local_processes={processes}", f"--devices_per_process={devices}"
+    job.start(*sizes, HEARTBEAT, *flags)
+
+
+# Equal to one process
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict:
+    """What one process with four devices writes."""
+    folder = tmp_path_factory.mktemp("alone")
+    with ended(Job(folder)) as job:
+        written = folder / "out.json"
+        flags = (*SMALL, *FLOAT32, f"--json={written}")
+        job.start("--devices_per_process=4", *flags)
+        assert job.codes() == [0], job.log(0)
+        return json.loads(written.read_text())["processes"][0]
+
+
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
+def test_processes_make_the_tokens_of_one_and_hold_their_shares(
+    job, tmp_path, alone, processes, devices
+):
+    written = tmp_path / "out.json"
+    start_local(job, processes, devices, *SMALL, *FLOAT32, f"--json={written}")
+    assert job.codes() == [0], job.log(0)
+    each = json.loads(written.read_text())["processes"]
+    assert [p["output_ids"] for p in each] == [alone["output_ids"]] * processes
+    assert len(set(alone["output_ids"][0])) > 1
+    assert alone["cell_bytes"] == ALL_CELL_BYTES
+    assert [p["cell_bytes"] for p in each] == [ALL_CELL_BYTES // processes] * processes
+    assert alone["early_bytes"] > 0
+    early = alone["early_bytes"] // processes
+    assert [p["early_bytes"] for p in each] == [early] * processes
+    assert [p["declines"] for p in each] == [[]] * processes
+
+
+# Refused on all
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (
+            "--device_cells=128",
+            "process 0 has device_cells = 0; process 1 has device_cells = 128",
+        ),
+        (
+            "--dtype=float32",
+            "process 0 has dtype = bfloat16; process 1 has dtype = float32",
+        ),
+        (
+            "--max_new_tokens=6",
+            "process 0 has max_new_tokens = 5; process 1 has max_new_tokens = 6",
+        ),
+        ("--devices_per_process=1", r"unequal numbers of devices, \{0: 2, 1: 1\}"),
+        ("--device_cells=100", "process 1: device_cells must be a multiple of the"),
+    ],
+)
+def test_a_process_unlike_the_other_is_named_by_both(job, own, message):
+    start_pair(job, own)
+    assert job.codes() == [REFUSED, REFUSED], job.log(0) + job.log(1)
+    for i in (0, 1):
+        errors = [line for line in job.log(i).splitlines() if "error: " in line]
+        assert len(errors) == 1, job.log(i)
+        assert errors[0].startswith(f"process {i}: error: ")
+        assert re.search(message, errors[0])
+
+
+def test_a_host_without_room_is_named_by_both(job):
+    start_pair(job, **{POOL_LIMIT: "0"})
+    assert job.codes() == [REFUSED, REFUSED], job.log(0) + job.log(1)
+    message = "error: process 1: the tails need 524288 bytes of pinned memory for each"
+    for i in (0, 1):
+        assert message in job.log(i)
+        assert "decodes" not in job.log(i)
+
+
+# Dead or stuck
+
+
+def test_a_killed_process_ends_the_job_by_name(job):
+    start_local(job, 2, 2, *LONG)
+    other = job.pid_that_decodes(0, 0)
+    os.kill(job.pid_that_decodes(0, 1), signal.SIGKILL)
+    assert job.codes(END_S) != [0]
+    log = job.log(0)
+    assert "the first to fail: exit codes by process {1: -9}" in log
+    assert "Task 1 heartbeat timeout" in log
+    assert "still running" not in log  # process 0 ended by itself
+    assert not Path(f"/proc/{other}").exists()
+
+
+def test_a_killed_coordinator_ends_the_job_by_name(job):
+    start_local(job, 2, 2, *LONG)
+    other = job.pid_that_decodes(0, 1)
+    os.kill(job.pid_that_decodes(0, 0), signal.SIGKILL)
+    assert job.codes(END_S) != [0]
+    log = job.log(0)
+    assert "the first to fail: exit codes by process {0: -9}" in log
+    assert "still running" not in log
+    assert not Path(f"/proc/{other}").exists()
+
+
+def test_a_stuck_process_ends_the_job_by_name(job):
+    start_local(job, 2, 2, *LONG)
+    stuck = job.pid_that_decodes(0, 1)
+    job.pid_that_decodes(0, 0)
+    os.kill(stuck, signal.SIGSTOP)
+    assert job.codes(END_S) != [0]
+    log = job.log(0)
+    assert "Task 1 heartbeat timeout" in log or "heartbeats):\n1\n" in log
+    assert re.search(r"still running after \d+ s, ended now: processes \[1\]", log)
+    assert not Path(f"/proc/{stuck}").exists()
