@@ -64,7 +64,7 @@ BUDGET_MIB = flags.DEFINE_float(
 )
 JSON = flags.DEFINE_string("json", None, "Process 0 writes tokens and figures here.")
 
-GRACE_S = 10  # past the heartbeat, for a process to end by itself
+GRACE_S = 5  # past the heartbeat, for a process to end by itself
 
 
 def main(argv: Sequence[str]) -> int:
@@ -165,7 +165,7 @@ def join(
         num_processes,
         process_id,
         heartbeat_timeout_seconds=heartbeat_s,
-        shutdown_timeout_seconds=heartbeat_s,  # of a failed one, waiting for the others
+        shutdown_timeout_seconds=heartbeat_s + GRACE_S,
         initialization_timeout=60,
     )
 
@@ -261,8 +261,8 @@ def describe(placement: Placement, ring_config: RingConfig) -> str:
     ring_bytes = plan.ring_bytes if isinstance(plan, Slots) else 0
     return (
         f"{placement.mesh.size} devices in {jax.process_count()} processes; each "
-        f"device holds {placement.local_heads} kv heads: {need.device_bytes} bytes of cells, "
-        f"{need.tail_bytes} pinned on its host, ring {ring_bytes}; "
+        f"device holds {placement.local_heads} kv heads: {need.device_bytes} bytes of "
+        f"cells, {need.tail_bytes} pinned on its host, ring {ring_bytes}; "
         f"this host pins {need.host_bytes}"
     )
 

@@ -242,7 +242,7 @@ MUTANTS = {
     ),
     "look_ahead_ignores_the_tail": Mutant(
         without("ring.cc", "sent.tail != wanted.tail ||"),
-        {"recording": "a launch reads another cell"},
+        {"recording": "a tail is freed while a copy may read it"},
     ),
     "look_ahead_ignores_the_extents": Mutant(
         Mutation("ring.cc", "a.end_cell < b.end_cell", "false"),
@@ -314,7 +314,8 @@ def mutants(driver: Path) -> dict[str, Path]:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_ring_is_found(mutants: dict[str, Path], name: str):
     for mode, says in MUTANTS[name].says.items():
-        done = play(mutants[name], mode, "--seeds=2000", "--workers=8")
+        workers = 8 if mode == "fuzz" else 1  # one: always the same seed fails first
+        done = play(mutants[name], mode, "--seeds=2000", f"--workers={workers}")
         assert done.returncode == 1, f"{mode}: {verdict(done)}"
         assert says in verdict(done), f"{mode}: {verdict(done)}"
 

@@ -13,15 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.delivery import ffi
 from kvjax.delivery.allocate import POOL_LIMIT
 
-if ffi.library_path("cpu") is None:
-    pytest.skip("the cpu library is not built", allow_module_level=True)
-
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "experiments" / "multihost.py"
-# Two kv heads on four devices are stored twice; 130 + 5 tokens take two blocks of cells.
+SCRIPT = str(ROOT / "experiments" / "multihost.py")
+# Two kv heads on four devices are stored twice; 130 + 5 tokens take two blocks.
 SMALL = ("--geometry=tiny", "--batch=2", "--prompt_tokens=130", "--max_new_tokens=5")
 FLOAT32 = ("--dtype=float32",)  # what rounds to bfloat16 could differ between runs
 ALL_CELL_BYTES = 4 * 2 * 256 * 4 * 128 * 4  # layers, B, S, stored heads, R, float32
@@ -32,19 +28,19 @@ END_S = 60  # from a death to the end of the job
 
 
 class Job:
-    """Processes of the script, each with a log."""
+    """Processes, each with a log."""
 
     def __init__(self, folder: Path):
         self.processes: list[subprocess.Popen] = []
         self._folder = folder
 
-    def start(self, *flags: str, **environment: str) -> None:
-        """Starts one, in a session of its own, so that its children can be ended too."""
+    def start(self, *arguments: str, **environment: str) -> None:
+        """Starts one, in its own session, so that its children can be ended too."""
         log = self._folder / f"{len(self.processes)}.log"
         paths = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, SCRIPT, *flags],
+                [sys.executable, *arguments],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=os.environ | paths | environment,
@@ -94,13 +90,16 @@ def ended(job: Job):
         job.end()
 
 
-def start_pair(job: Job, *own: str, **environment: str) -> None:
-    """Two processes with two devices each; flags and environment of the second alone."""
+def free_address() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    both = (*SMALL, HEARTBEAT, "--num_processes=2", "--devices_per_process=2")
-    both += (f"--coordinator=127.0.0.1:{port}",)
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def start_pair(job: Job, *own: str, **environment: str) -> None:
+    """Two processes, two devices each; flags and environment of the second alone."""
+    both = (SCRIPT, *SMALL, HEARTBEAT, "--num_processes=2", "--devices_per_process=2")
+    both += (f"--coordinator={free_address()}",)
     job.start(*both, "--process_id=0")
     job.start(*both, "--process_id=1", *own, **environment)
 
@@ -108,7 +107,7 @@ def start_pair(job: Job, *own: str, **environment: str) -> None:
 def start_local(job: Job, processes: int, devices: int, *flags: str) -> None:
     """The launcher: it passes the flags on to each process that it starts."""
     sizes = f"--local_processes={processes}", f"--devices_per_process={devices}"
-    job.start(*sizes, HEARTBEAT, *flags)
+    job.start(SCRIPT, *sizes, HEARTBEAT, *flags)
 
 
 # Equal to one process
@@ -121,7 +120,7 @@ def alone(tmp_path_factory) -> dict:
     with ended(Job(folder)) as job:
         written = folder / "out.json"
         flags = (*SMALL, *FLOAT32, f"--json={written}")
-        job.start("--devices_per_process=4", *flags)
+        job.start(SCRIPT, "--devices_per_process=4", *flags)
         assert job.codes() == [0], job.log(0)
         return json.loads(written.read_text())["processes"][0]
 
@@ -162,7 +161,10 @@ def test_processes_make_the_tokens_of_one_and_hold_their_shares(
             "--max_new_tokens=6",
             "process 0 has max_new_tokens = 5; process 1 has max_new_tokens = 6",
         ),
-        ("--devices_per_process=1", r"unequal numbers of devices, \{0: 2, 1: 1\}"),
+        (
+            "--devices_per_process=1",
+            r"unequal numbers of devices, by process \{0: 2, 1: 1\}",
+        ),
         ("--device_cells=100", "process 1: device_cells must be a multiple of the"),
     ],
 )
@@ -185,6 +187,56 @@ def test_a_host_without_room_is_named_by_both(job):
         assert "decodes" not in job.log(i)
 
 
+AGREEMENT = """
+import sys
+
+import jax
+
+from kvjax.delivery import agreement
+
+me = int(sys.argv[2])
+jax.distributed.initialize(sys.argv[1], 2, me)
+long = "\\u00e9" * 5000
+assert agreement.gather(long * me) == ["", long]
+assert agreement.together(lambda: me) == me
+agreement.check_none("")
+agreement.check_equal({"same": 1, "long": long})
+
+
+def fail():
+    raise ValueError("alone")
+
+
+for call in (
+    lambda: agreement.check_equal({"long": long + str(me), "same": 1}),
+    lambda: agreement.check_equal({"same": 1, "more": 2} if me else {"same": 1}),
+    lambda: agreement.together(fail if me else list),
+    lambda: agreement.check_none("full" if me == 0 else ""),
+):
+    try:
+        call()
+    except ValueError as error:
+        print("said:", str(error).replace(long, "long"))
+"""
+
+
+def test_agreement_gathers_any_length_and_names_who_differs(job):
+    """Ten thousand bytes each, and a fact that one process alone has."""
+    address = free_address()
+    for number in "01":
+        job.start("-c", AGREEMENT, address, number)
+    assert job.codes() == [0, 0], job.log(0) + job.log(1)
+    alike = "the processes differ, start all alike: "
+    for i in (0, 1):
+        said = [x for x in job.log(i).splitlines() if x.startswith("said: ")]
+        assert said == [
+            f"said: {alike}process 0 has long = long0; process 1 has long = long1",
+            f"said: {alike}process 0 has more = None; process 1 has more = 2",
+            "said: process 1: alone",
+            "said: process 0: full",
+        ]
+
+
 # Dead or stuck
 
 
@@ -195,7 +247,7 @@ def test_a_killed_process_ends_the_job_by_name(job):
     assert job.codes(END_S) != [0]
     log = job.log(0)
     assert "the first to fail: exit codes by process {1: -9}" in log
-    assert "Task 1 heartbeat timeout" in log
+    assert "Task 1 heartbeat timeout" in log, log
     assert "still running" not in log  # process 0 ended by itself
     assert not Path(f"/proc/{other}").exists()
 
