@@ -134,6 +134,12 @@ Status CheckAppend(const ffi::AnyBuffer& cells, const ffi::AnyBuffer& rows,
   return Status::Invalid("rows " + Text(rows) + " don't fit cells " + Text(cells));
 }
 
+ffi::Error AbortStep(Ring& ring, Stream compute, const Status& status) {
+  std::lock_guard<std::mutex> lock(ring.mutex());
+  (void)ring.Abort(compute);
+  return ToError(status);
+}
+
 uint64_t NextStamp() {
   static std::atomic<uint64_t> last{0};
   return ++last;

@@ -59,6 +59,10 @@ Status MakeCall(const AttendOperands& operands, const AttentionShape& shape,
 Status CheckAppend(const ffi::AnyBuffer& cells, const ffi::AnyBuffer& rows,
                    const ffi::Buffer<ffi::S32>& where);
 
+// The error of an attend that never came to its launches. The program ends with it, and
+// XLA frees its tails: what was sent is joined to `compute` first.
+ffi::Error AbortStep(Ring& ring, Stream compute, const Status& status);
+
 // A step's new stamp: unique in this process, never 0.
 uint64_t NextStamp();
 

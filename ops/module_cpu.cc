@@ -131,7 +131,8 @@ ffi::Error AttendRing(int32_t device, ffi::ThreadPool pool, ffi::AnyBuffer q,
   if (status.ok()) {
     status = MakeCall(operands, shape, layer, window, device_cells, &call);
   }
-  if (!status.ok()) return ToError(status);
+  const auto ring = RingOf(ring_id, device);
+  if (!status.ok()) return AbortStep(*ring, kInlineStream, status);
 
   std::vector<float> state(int64_t(shape.num_seqs) * shape.num_kv_heads * shape.rows() *
                            StateFloats(shape.value_dim));
@@ -155,7 +156,6 @@ ffi::Error AttendRing(int32_t device, ffi::ThreadPool pool, ffi::AnyBuffer q,
     return Status::Ok();
   };
 
-  const auto ring = RingOf(ring_id, device);
   std::lock_guard<std::mutex> lock(ring->mutex());
   status = Attend(*ring, kInlineStream, call, launch, scratch);
   if (error != 0) ring->NoteLengthError();

@@ -142,13 +142,13 @@ ffi::Error AttendRing(cudaStream_t stream, int32_t device,
   if (status.ok()) {
     status = MakeCall(operands, shape, layer, window, device_cells, &call);
   }
-  if (!status.ok()) return ToError(status);
   const auto ring = RingOf(ring_id, device);
+  if (!status.ok()) return AbortStep(*ring, stream, status);
 
   float* state = nullptr;
   const int64_t states = int64_t(shape.num_seqs) * shape.num_kv_heads * shape.rows();
   status = Take(allocator, states * StateFloats(shape.value_dim), &state);
-  if (!status.ok()) return ToError(status);
+  if (!status.ok()) return AbortStep(*ring, stream, status);
   const AttentionBuffers buffers{q.untyped_data(),
                                  rows.untyped_data(),
                                  lengths.typed_data(),

@@ -137,6 +137,8 @@ def test_processes_make_the_tokens_of_one_and_hold_their_shares(
     assert len(set(alone["output_ids"][0])) > 1
     assert alone["cell_bytes"] == ALL_CELL_BYTES
     assert [p["cell_bytes"] for p in each] == [ALL_CELL_BYTES // processes] * processes
+    planned = f"this host pins {ALL_CELL_BYTES // processes}\n"
+    assert job.log(0).count(planned) == processes
     assert alone["early_bytes"] > 0
     early = alone["early_bytes"] // processes
     assert [p["early_bytes"] for p in each] == [early] * processes
