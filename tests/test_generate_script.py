@@ -114,7 +114,7 @@ def test_the_places_of_all_bytes_come_before_the_text(in_the_tail):
     assert f"{tail:,} bytes pinned on the host for each device" in before
     assert "3 slots of 32,768 bytes, 98,304 in all on each device" in before
     assert written["table"]["tail_bytes"] == 3 * tail
-    assert written["table"]["ring_bytes"] == 3 * 196_608
+    assert written["table"]["ring_bytes"] == 3 * 98_304
     assert written["table"]["device_cell_bytes"] == 0
     assert "live bytes per token" in after
 
