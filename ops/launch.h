@@ -1,0 +1,29 @@
+// Launching a kernel as an ordinary call, so that a host compiler takes it too
+// (tests/simt).
+#pragma once
+
+#include <utility>
+
+#include "cuda_status.h"
+
+namespace kvjax {
+
+struct Grid {
+  dim3 ctas;
+  int threads;    // of a CTA
+  int bytes = 0;  // of dynamic shared memory
+  cudaStream_t stream;
+};
+
+// Enqueues a kernel; does not wait.
+template <typename... Params, typename... Args>
+Status LaunchKernel(const Grid& grid, void (*kernel)(Params...), Args&&... args) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid.ctas;
+  config.blockDim = dim3(grid.threads);
+  config.dynamicSmemBytes = grid.bytes;
+  config.stream = grid.stream;
+  return KVJAX_CUDA(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
+}
+
+}  // namespace kvjax

@@ -1,0 +1,86 @@
+// One CTA's threads as fibers of a host thread. Which of them runs is drawn anew at
+// each barrier: one warp runs as far as it can before the next, in any order of its
+// lanes. So what is read must have been ordered behind its write by a barrier, not by
+// luck.
+#pragma once
+
+#include <csetjmp>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <random>
+#include <vector>
+
+namespace simt {
+
+constexpr size_t kSharedBytes = 227 << 10;
+constexpr unsigned kMaxThreads = 1024;
+constexpr int kProcessors = 3, kCtasOfProcessor = 2;  // few, so that CTAs take turns
+
+class Cta {
+ public:
+  // Of this host thread.
+  static Cta* current();
+  Cta();
+  ~Cta();
+
+  // `shared` is the CTA's dynamic shared memory: noise when it starts.
+  void Open(char* shared, uint64_t seed) {
+    shared_ = shared;
+    random_.seed(seed);
+  }
+
+  // Runs a kernel's body once a thread; `enter(i)` comes before thread i goes on.
+  void Run(int num_threads, std::function<void(int)> enter, std::function<void()> body);
+
+  // What fibers call.
+  void Sync() { (void)SyncCount(0); }
+  // A barrier of all threads that haven't ended; for how many of them x is not 0.
+  int SyncCount(int x);
+  // Gives `word` and gets that of lane `from` of the same warp.
+  uint64_t Exchange(uint64_t word, int from);
+  void CopyLater(void* target, const void* source, size_t bytes);
+  void CommitCopies();
+  void AwaitCopies(size_t groups_that_may_run);
+
+ private:
+  enum State { kReady, kAtBarrier, kAtExchange, kEnded };
+  struct Pending {
+    void* target;
+    const void* source;
+    size_t bytes;
+  };
+  struct Fiber {
+    State state;
+    int counted;       // its x at a barrier
+    uint64_t word[2];  // its words of this exchange and the one before
+    int exchanges;
+    std::vector<std::vector<Pending>> groups;  // of copies; the last is open
+    std::jmp_buf at;
+    bool started;
+  };
+
+  static void Start();
+  void Go(int thread);
+  void Leave(State state);
+  int Next();
+  bool ReleaseWarp(int warp);
+  bool ReleaseAll();
+  void Shuffle();
+  uint32_t Draw(uint32_t below) { return random_() % below; }
+
+  char* shared_ = nullptr;
+  std::mt19937 random_;
+  std::vector<Fiber> fibers_;
+  std::vector<int> order_;  // of threads, warp after warp: who runs first
+  size_t next_ = 0;
+  std::unique_ptr<char[]> stacks_;
+  std::function<void(int)> enter_;
+  std::function<void()> body_;
+  std::jmp_buf scheduler_;
+  int running_ = 0;
+  int count_ = 0;  // of the last barrier
+};
+
+}  // namespace simt

@@ -1,0 +1,13 @@
+// Asynchronous copies into shared memory, played on a host: each is done at once or
+// when it is waited for, whichever was drawn.
+#pragma once
+
+#include "cuda_runtime.h"
+
+inline void __pipeline_memcpy_async(void* target, const void* source, size_t bytes) {
+  simt::Cta::current()->CopyLater(target, source, bytes);
+}
+inline void __pipeline_commit() { simt::Cta::current()->CommitCopies(); }
+inline void __pipeline_wait_prior(size_t groups) {
+  simt::Cta::current()->AwaitCopies(groups);
+}
