@@ -139,7 +139,8 @@ def wait(processes: list[subprocess.Popen], patience_s: float) -> list[int]:
 
 
 def complain(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """A line in one write: the processes of a machine may share a log."""
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
 def join(
@@ -231,6 +232,7 @@ def decode(
     mine = {
         "output_ids": made.output_ids,
         "cell_bytes": sum(held),
+        "pinned_bytes": footprint(placement).host_bytes,
         "early_bytes": stats.early_bytes,
         "ordered_bytes": stats.ordered_bytes,
         "declines": declines,
@@ -290,7 +292,8 @@ def report(processes: list[dict], step_s: float, json_path: str | None) -> None:
 
 
 def say(text: str) -> None:
-    print(f"process {jax.process_index()}: {text}", flush=True)
+    """A line in one write, as `complain`'s."""
+    print(f"process {jax.process_index()}: {text}\n", end="", flush=True)
 
 
 if __name__ == "__main__":
