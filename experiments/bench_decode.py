@@ -357,6 +357,7 @@ class Bench:
         for row, arm in zip(rows, arms, strict=True):
             need = footprint(programs[arm].placement)
             row["processes"] = jax.process_count()
+            row["against"] = bool(self.theirs)
             row["pinned_bytes"] = need.tail_bytes
             row["pinned_host_bytes"] = need.tail_bytes * arm.devices
             row["temp_bytes"] = programs[arm].temp_bytes

@@ -161,7 +161,8 @@ def make_rows(
         floor_ms = MS * max(live / rate for live, rate in zip(brought, raw))
         computing_ms = device_ms.get(arm.devices)
         bound_ms = None if arm.name == "device" else max(floor_ms, computing_ms or 0.0)
-        over_one = ratio(ms.get(replace(arm, devices=1)), ms[arm])
+        alone_ms = ms.get(replace(arm, devices=1)) if arm.devices > 1 else None
+        over_one = ratio(alone_ms, ms[arm])
         row = {
             "arm": arm.name,
             "label": arm.label,
@@ -308,23 +309,23 @@ def table(case: Case, rows: list[dict]) -> Iterator[str]:
         yield f"{row['label']:{width}}" + "".join(f"{cell:>10}" for cell in cells)
     for row in rows:
         yield f"{row['label']}: {row['verdict']}"
-        yield from of_each_device(row)
+        yield from (f"  {line}" for line in of_each_device(row))
 
 
 def of_each_device(row: dict) -> Iterator[str]:
     """A sentence on the links of several devices, and on their gain over one."""
-    if row["devices"] == 1 or not row["live_bytes"]:
+    if row.get("devices", 1) == 1 or not row["live_bytes"]:
         return
     each, raw = (
         " ".join(f"{rate / GB:.1f}" for rate in row[key])
         for key in ("delivered_bytes_s", "raw_bytes_s")
     )
     yield (
-        f"  GB/s of each device: {each}; raw with all copying {raw}, one alone "
+        f"GB/s of each device: {each}; raw with all copying {raw}, one alone "
         f"{row['raw_alone_bytes_s'] / GB:.1f}"
     )
     if row["over_one"]:
         yield (
-            f"  {row['over_one']:.2f}x one device, {row['scaling']:.3f} of what the "
+            f"{row['over_one']:.2f}x one device, {row['scaling']:.3f} of what the "
             "raw rates gain"
         )
