@@ -156,10 +156,9 @@ def of_many(decode: Rows, heads: Rows, soaks: Rows) -> Iterator[Goal]:
     """Of several GPUs of one host."""
     own = [row for row in single(decode) if row["cells"] == 32768]
     for devices, bar in SHARES_OF_MANY.items():
+        what = f"share of the bound on {devices} GPUs, 32,768 cells"
         shares = [row["share"] for row in own if row["devices"] == devices]
-        yield at_least(
-            f"share of the bound on {devices} GPUs, 32,768 cells", bar, shares
-        )
+        yield at_least(what, bar, shares)
     what = "gain of {} GPUs over one / that of the raw rates, 32,768 cells"
     for devices in (2, 4, 8):
         gains = [row["scaling"] for row in own if row["devices"] == devices]

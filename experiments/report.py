@@ -34,12 +34,11 @@ those bytes over the rate of a raw pinned copy in pieces of 64 MiB, measured in 
 process; the *bound* is the larger of the floor and of the device-resident step of the
 same run; the *share* is bound / measured, the *gain* is over the ordered arm. Over
 several devices the floor is that of the device that takes longest for its own bytes, at
-its rate while all of them copy. Times are
-ms a token of a loop that waits only at its end, medians of runs in A/B/B/A order; the
-spread is from the least to the most. *Waiting* is a loop that waits for every token.
-No time is shown unless all arms of kvjax drew the same tokens in every run (xla, which
-rounds elsewhere: at least half of them, fed one by one; so is another number of
-devices).
+its rate while all of them copy. Times are ms a token of a loop that waits only at its
+end, medians of runs in A/B/B/A order; the spread is from the least to the most.
+*Waiting* is a loop that waits for every token. No time is shown unless all arms of
+kvjax drew the same tokens in every run; what rounds elsewhere, xla or another number of
+devices, at least half of them, fed one by one.
 """
 DECODE = {  # heading: (key, format)
     "cells": ("cells", "{:,}"),

@@ -8,12 +8,17 @@ the first call included: the ring is open and nothing is compiled before it. The
 waits now and then only, so that launches run ahead as they do in decoding. Predicted:
 no step takes long, every live byte goes early, lengths grow by one a step.
 
+On a CPU don't ask for much more than the default --wait_every: XLA's emulated devices
+block each other once hundreds of steps with collectives were launched ahead, also those
+of a program of plain JAX (backend="reference").
+
 If nothing comes for --patience_s, the first call's compilation included, every thread's
 traceback is printed and the process ends with exit code 1: it fails, it doesn't hang.
 """
 
 import faulthandler
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -45,7 +50,7 @@ CELLS = flags.DEFINE_integer("cells", 1024, "Held at the start.", lower_bound=0)
 BATCH = flags.DEFINE_integer("batch", 1, "Sequences.", lower_bound=1)
 DTYPE = flags.DEFINE_enum("dtype", "bfloat16", CACHE_DTYPES, "Of the cache's cells.")
 WAIT_EVERY = flags.DEFINE_integer(
-    "wait_every", 50, "Steps between two waits for a token.", lower_bound=1
+    "wait_every", 16, "Steps between two waits for a token.", lower_bound=1
 )
 PATIENCE_S = flags.DEFINE_float(
     "patience_s",
@@ -135,7 +140,7 @@ def watch(patience_s: float) -> None:
 
     Another thread's clock, in C: it runs while Python is stuck in a native call.
     """
-    faulthandler.dump_traceback_later(patience_s, exit=True)
+    faulthandler.dump_traceback_later(patience_s, exit=True, file=sys.__stderr__)
 
 
 def place(
