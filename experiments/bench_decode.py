@@ -4,8 +4,10 @@
 
 A token must move the live bytes of the tail over the link once, and the model must
 compute: no step is faster than max(live bytes / raw copy rate, device-resident step).
-That is the bound; the share of it that an arm reaches is bound / measured. Arms, in
-A/B/B/A order within one process, all over the same cells:
+That is the bound; the share of it that an arm reaches is bound / measured. Over several
+devices the copies are those of the device that takes longest for its own, at the rate
+that it has while all of them copy. Arms, in A/B/B/A order within one process, all over
+the same cells:
 
     device      every cell in device memory: what computing costs
     ordered     kvjax without a ring: copy, then attend, layer by layer
@@ -13,28 +15,51 @@ A/B/B/A order within one process, all over the same cells:
     xla         each layer put on the device in the jit, without kvjax
 
 With Llama 3.1 8B and a bf16 cache a cell takes 131,072 bytes: at 55 GB/s 32,768 cells
-cost 78 ms a token to copy.
+cost 78 ms a token to copy, and half of that on each of two devices.
+
+    python experiments/bench_decode.py --mesh=1,2                    # arms over both
+    python experiments/bench_decode.py --mesh=2 --local_processes=2  # a process each
 """
 
-import itertools
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import processes
 from absl import app, flags, logging
+from decode_cases import (
+    ARMS,
+    Effort,
+    Meshes,
+    cache_config,
+    check_case,
+    make_arms,
+    make_case,
+    make_rings,
+    mesh_sizes,
+    numbers,
+    place_cells,
+)
+from decode_meshes import (
+    Theirs,
+    gathered,
+    key_of,
+    measure_links,
+    open_meshes,
+    read_theirs,
+    shown,
+)
 from decode_rows import (
     Arm,
     Case,
+    Links,
     Run,
     TokensDiffer,
     check_near,
@@ -43,24 +68,21 @@ from decode_rows import (
     since,
     table,
 )
-from jax.sharding import Mesh
 from tqdm import tqdm
 from xla_alone import PlainTransformer
 
 from kvjax.advice import GB, cell_bytes
 from kvjax.cache.state import Cache
-from kvjax.config import CACHE_DTYPES, MIB, CacheConfig, RingConfig
-from kvjax.delivery.allocate import available_host_bytes, check_host, footprint
-from kvjax.delivery.placement import Placement, make_mesh
-from kvjax.delivery.plan import Decline, plan_ring
-from kvjax.delivery.ring import Ring
+from kvjax.config import CACHE_DTYPES, MIB, RingConfig
+from kvjax.delivery import agreement
+from kvjax.delivery.allocate import footprint
+from kvjax.delivery.placement import Placement
+from kvjax.delivery.ring import Ring, RingStats
 from kvjax.generate import Decoder
 from kvjax.measurement import (
-    PIECE_BYTES,
     WARMUP,
     DecodeStep,
     device_memory,
-    link_rate,
     provenance,
     random_cache,
     read_rate,
@@ -76,7 +98,6 @@ from kvjax.model.transformer import (
     split,
 )
 
-ARMS = ("device", "ordered", "pipelined", "xla")
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 
 GEOMETRY = flags.DEFINE_enum(
@@ -86,7 +107,20 @@ MODEL = flags.DEFINE_string(
     "model", None, "GGUF file or Hugging Face directory, instead of --geometry."
 )
 CELLS = flags.DEFINE_list("cells", ["4096"], "Cells that each sequence holds.")
-BATCH = flags.DEFINE_list("batch", ["1"], "Sequences.")
+BATCH = flags.DEFINE_list(
+    "batch", ["1"], "Sequences. Cases run in the order given, all --cells of a batch."
+)
+MESH = flags.DEFINE_list(
+    "mesh",
+    ["1"],
+    "Devices to split the heads over: 3, or tp=3; several are arms of one run. On a "
+    "CPU, emulated.",
+)
+AGAINST = flags.DEFINE_string(
+    "against",
+    None,
+    "JSON of the same cases in another layout, whose tokens all arms are held against.",
+)
 RAGGED = flags.DEFINE_bool(
     "ragged", False, "Spread a batch's lengths from half to one and a half --cells."
 )
@@ -121,20 +155,6 @@ JSON = flags.DEFINE_string("json", None, "Writes the rows to this file.")
 PLOT = flags.DEFINE_string("plot", None, "Draws ms a token over cells in this file.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """How long to measure; see the flags."""
-
-    tokens: int
-    waiting: int
-    repeats: int
-
-    @property
-    def cells(self) -> int:
-        """That a run adds to each sequence."""
-        return WARMUP + self.tokens + self.waiting
-
-
 class Program(NamedTuple):
     """A compiled step and the placement of its cells; rings are opened beside it."""
 
@@ -148,15 +168,16 @@ class Program(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
+    if processes.starts_others():
+        return processes.launch()
     try:
+        sizes = mesh_sizes(MESH.value)
+        rings = make_rings(DEPTH.value, SLOT_MIB.value, BUDGET_MIB.value)
         return run(
             geometry=GEOMETRY.value,
             model_path=MODEL.value,
-            arms=make_arms(
-                ARM.value,
-                DEVICE_CELLS.value,
-                make_rings(DEPTH.value, SLOT_MIB.value, BUDGET_MIB.value),
-            ),
+            sizes=sizes,
+            arms=make_arms(ARM.value, DEVICE_CELLS.value, rings, sizes),
             cells=numbers("cells", CELLS.value),
             batch=numbers("batch", BATCH.value),
             ragged=RAGGED.value,
@@ -165,13 +186,14 @@ def main(argv: Sequence[str]) -> int:
             effort=Effort(
                 tokens=TOKENS.value, waiting=WAITING.value, repeats=REPEATS.value
             ),
+            against=AGAINST.value,
             commit=COMMIT.value,
             json_path=JSON.value,
             plot_path=PLOT.value,
         )
     except ValueError as error:
         logging.debug("traceback", exc_info=True)
-        print(f"error: {error}", file=sys.stderr)
+        processes.tell(f"error: {error}")
         return 2
 
 
@@ -179,6 +201,7 @@ def run(
     *,
     geometry: str,
     model_path: str | None,
+    sizes: list[int],
     arms: list[Arm],
     cells: list[int],
     batch: list[int],
@@ -186,6 +209,7 @@ def run(
     capacity: int | None,
     dtype: str,
     effort: Effort,
+    against: str | None,
     commit: str | None,
     json_path: str | None,
     plot_path: str | None,
@@ -193,75 +217,123 @@ def run(
     check_paths(json_path, plot_path)
     # So that what the driver says is what is used, not the pool that XLA begins with.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    mesh = make_mesh()
-    device = mesh.devices.flat[0]
+    meshes = open_meshes(sizes)
+    device = jax.local_devices()[0]
     weights = "float32" if device.platform == "cpu" else "bfloat16"
     checkpoint = None if model_path is None else open_checkpoint(model_path)
     config = ModelConfig.of(geometry) if checkpoint is None else checkpoint.config
     cases = [make_case(n, b, ragged, capacity, effort) for b in batch for n in cells]
-    for case in cases:
-        check_case(arms, case, config, mesh, dtype, weights)
-
-    link, read = link_rate(device, piece_bytes=PIECE_BYTES), read_rate(device)
-    found = {
-        "experiment": "bench_decode",
-        **provenance(device, PACKAGES, sys.argv, commit),
+    facts = {
         "model": geometry if checkpoint is None else checkpoint.path.name,
         "dtype": dtype,
         "weights": weights,
+    }
+    theirs = (
+        {}
+        if against is None
+        else read_theirs(against, facts, cases, sizes, effort.cells)
+    )
+    for case in cases:
+        agreement.together(
+            lambda: check_case(arms, case, config, meshes, dtype, weights)
+        )
+
+    links, read = measure_links(meshes), read_rate(device)
+    found = {
+        "experiment": "bench_decode",
+        **provenance(device, PACKAGES, processes.typed(), commit),
+        **facts,
+        "processes": jax.process_count(),
         "tokens": effort.tokens,
         "runs": 2 * effort.repeats,
-        "link_bytes_s": link,
+        "link_bytes_s": links.alone,
         "read_bytes_s": read,
         "rows": [],
         "errors": [],
     }
-    print(f"{found['model']} on {device.device_kind}, weights {weights}, cells {dtype}")
-    print(
-        f"link {link / GB:.1f} GB/s in pieces of 64 MiB, memory {read / GB:,.0f} GB/s"
+    report = Report(found, json_path)
+    report.say(
+        f"{found['model']} on {device.device_kind}, weights {weights}, cells {dtype}",
+        f"link {links.alone / GB:.1f} GB/s in pieces of 64 MiB, memory "
+        f"{read / GB:,.0f} GB/s",
     )
-    if checkpoint is None:
-        model = random_model(config, dtype=weights, mesh=mesh)
-    else:
-        model, config = load(checkpoint, dtype=weights, mesh=mesh)
-    bench = Bench(model, config, mesh, dtype, effort, link)
+    models = {}
+    for size, mesh in meshes.items():
+        if checkpoint is None:
+            models[size] = random_model(config, dtype=weights, mesh=mesh)
+        else:
+            models[size], config = load(checkpoint, dtype=weights, mesh=mesh)
+    bench = Bench(models, config, meshes, dtype, effort, links, theirs)
     with tqdm(
-        total=sum(bench.turns(arms, c) for c in cases), leave=False, disable=None
+        total=sum(bench.turns(arms, c) for c in cases),
+        leave=False,
+        disable=None if report.heard else True,
     ) as bar:
         for case in cases:
             try:
-                found["rows"] += bench.measure(arms, case, bar)
+                rows = bench.measure(arms, case, bar)
             except TokensDiffer as error:
-                found["errors"].append(f"{case.name}: {error}")
-                bar.write(f"error: {found['errors'][-1]}; its times are not shown")
+                report.differs(case, error)
             else:
-                rows = found["rows"][-len(arms) :]
-                bar.write("\n".join(table(case, rows)))
-            if json_path is not None:  # after each case: the next may take long
-                Path(json_path).write_text(json.dumps(found, indent=1) + "\n")
-    if plot_path is not None and found["rows"]:
+                report.add(case, rows)
+    if plot_path is not None and found["rows"] and report.heard:
         from figures import draw_decode
 
         draw_decode([found], plot_path)
     return 1 if found["errors"] else 0
 
 
+class Report:
+    """What was found: shown and written by the first process, after each case.
+
+    Attributes:
+      heard: Whether this is the process that says it.
+    """
+
+    def __init__(self, found: dict, json_path: str | None):
+        self.heard = jax.process_index() == 0
+        self._found, self._json_path = found, json_path
+
+    def say(self, *lines: str) -> None:
+        if self.heard:
+            tqdm.write("\n".join(lines))
+
+    def add(self, case: Case, rows: list[dict]) -> None:
+        self._found["rows"] += rows
+        self.say(*table(case, rows))
+        self._write()
+
+    def differs(self, case: Case, error: TokensDiffer) -> None:
+        self._found["errors"].append(f"{case.name}: {error}")
+        self.say(f"error: {self._found['errors'][-1]}; its times are not shown")
+        self._write()
+
+    def _write(self) -> None:
+        """After each case: the next may take long."""
+        if self.heard and self._json_path is not None:
+            text = json.dumps(self._found, indent=1) + "\n"
+            Path(self._json_path).write_text(text)
+
+
 class Bench:
-    """A model, and what it takes to run arms over it."""
+    """A model on each mesh, and what it takes to run arms over them."""
 
     def __init__(
         self,
-        model: Transformer,
+        models: dict[int, Transformer],
         config: ModelConfig,
-        mesh: Mesh,
+        meshes: Meshes,
         dtype: str,
         effort: Effort,
-        link: float,
+        links: Links,
+        theirs: Theirs,
     ):
-        self.model, self.config = model, config
-        self.leaves = split(model)[1]
-        self.plain = PlainTransformer(config, dtype=str(model.embedding.dtype))
-        self.mesh, self.dtype, self.effort, self.link = mesh, dtype, effort, link
+        self.models, self.config, self.meshes = models, config, meshes
+        self.leaves = {size: split(model)[1] for size, model in models.items()}
+        weights = next(iter(models.values())).embedding.dtype
+        self.plain = PlainTransformer(config, dtype=str(weights))
+        self.dtype, self.effort, self.links = dtype, effort, links
+        self.theirs = theirs
         self.caches: dict[Placement, Cache] = {}
         self.programs: dict[tuple[Placement, bool], Program] = {}
 
@@ -281,10 +353,16 @@ class Bench:
                 bar.update()
         agreed = self.check_tokens(runs, programs, case)
         per_cell = cell_bytes(cache_config(arms[0], case, self.config, self.dtype))
-        rows = make_rows(runs, agreed, case, per_cell, self.link)
+        rows = make_rows(runs, agreed, case, per_cell, self.links)
         for row, arm in zip(rows, arms, strict=True):
+            need = footprint(programs[arm].placement)
+            row["processes"] = jax.process_count()
+            row["against"] = bool(self.theirs)
+            row["pinned_bytes"] = need.tail_bytes
+            row["pinned_host_bytes"] = need.tail_bytes * arm.devices
             row["temp_bytes"] = programs[arm].temp_bytes
             row["compile_s"] = programs[arm].compile_s
+            row["tokens"] = shown(runs[arm][0].tokens)
         return rows
 
     def prepare(self, arms: list[Arm], case: Case, bar: tqdm) -> dict[Arm, Program]:
@@ -305,14 +383,15 @@ class Bench:
         return {arm: self.programs[key] for arm, key in keys.items()}
 
     def place(self, arm: Arm, case: Case) -> Placement:
-        return place_cells(arm, case, self.config, self.mesh, self.dtype)
+        return place_cells(arm, case, self.config, self.meshes, self.dtype)
 
     def program(self, placement: Placement, plain: bool) -> Program:
         start = time.perf_counter()
-        decoder = Decoder(self.plain if plain else self.model, placement)
+        size = placement.mesh.size
+        decoder = Decoder(self.plain if plain else self.models[size], placement)
         first = np.arange(7, 7 + placement.config.batch_size, dtype=np.int32)
         first = decoder.place(first % decoder.vocab_size)
-        step = DecodeStep(decoder, self.leaves)
+        step = DecodeStep(decoder, self.leaves[size])
         memory = step.compile(first, self.caches[placement]).memory_analysis()
         return Program(
             placement=placement,
@@ -324,17 +403,17 @@ class Bench:
 
     def run(self, program: Program, arm: Arm, case: Case) -> Run:
         """Rewinds the cache, warms up, then times; a ring lives as long as that."""
-        device = self.mesh.devices.flat[0]
+        device = program.placement.mesh.local_devices[0]
         before = device_memory(device)
         cache = self.rewound(program, case)
         with open_ring(arm, program.placement) as ring:
             warm = run_steps(program.step, program.first, cache, WARMUP)
             check_ring(arm, ring)
-            start = ring.stats() if ring else None
+            start = counts(ring)
             timed = run_steps(
                 program.step, warm.drawn[-1], warm.cache, self.effort.tokens
             )
-            end = ring.stats() if ring else None
+            end = counts(ring)
             drawn, cache, waiting_s = [*warm.drawn, *timed.drawn], timed.cache, []
             for _ in range(self.effort.waiting):
                 one = run_steps(program.step, drawn[-1], cache, 1)
@@ -346,9 +425,9 @@ class Bench:
             step_s=timed.seconds / self.effort.tokens,
             waiting_s=waiting_s,
             tokens=np.stack([np.asarray(tokens) for tokens in drawn]),
-            delivered=since(start, end) if ring else None,
-            ring_bytes=end.ring_bytes if ring else 0,
-            num_slots=end.num_slots if ring else 0,
+            delivered=to_each(start, end),
+            ring_bytes=end[0].ring_bytes if end else 0,
+            num_slots=end[0].num_slots if end else 0,
             ring_driver_bytes=before.free_bytes - after.free_bytes if ring else 0,
             used_bytes=after.total_bytes - after.free_bytes,
         )
@@ -373,21 +452,37 @@ class Bench:
     ) -> dict[Arm, float | None]:
         """The share of tokens in which each arm agrees; None if nothing can tell.
 
-        xla is fed kvjax's tokens one by one, so that a near tie which its rounding
-        turns doesn't change what comes after.
+        What rounds elsewhere (xla, another mesh than the first, another layout's run)
+        is fed the tokens that it is held against one by one, so that a near tie which
+        its rounding turns doesn't change what comes after.
 
         Raises:
           TokensDiffer: an arm doesn't draw them.
         """
-        wanted = check_same(runs)
-        if wanted is None:
+        drawn = check_same(runs)
+        if not drawn and not self.theirs:
             return dict.fromkeys(runs)
+        first = next(iter(drawn.values()), None)
         agreed = dict.fromkeys(runs, 1.0)
         for arm in runs:
-            if arm.plain:
-                drawn = self.feed(programs[arm], case, wanted)
-                agreed[arm] = check_near(arm, drawn, wanted)
+            wanted = self.theirs.get(key_of(case, arm.devices), first)
+            if arm.plain or wanted is not drawn[arm.devices]:
+                fed = self.feed(programs[arm], case, wanted)
+                agreed[arm] = check_near(arm, fed, wanted)
         return agreed
+
+
+def counts(ring: Ring | None) -> list[RingStats]:
+    """Of the ring of each device of this process; [] without one."""
+    if ring is None:
+        return []
+    return [ring.stats(device) for device in ring.placement.mesh.local_devices]
+
+
+def to_each(start: list[RingStats], end: list[RingStats]) -> list[RingStats]:
+    """What was counted meanwhile on each device, those of other processes too."""
+    mine = [since(a, b) for a, b in zip(start, end, strict=True)]
+    return [RingStats(*counted) for counted in gathered(mine)]
 
 
 def open_ring(arm: Arm, placement: Placement) -> AbstractContextManager[Ring | None]:
@@ -396,126 +491,9 @@ def open_ring(arm: Arm, placement: Placement) -> AbstractContextManager[Ring | N
 
 def check_ring(arm: Arm, ring: Ring | None) -> None:
     """Raises ValueError if a pipelined arm's ring was declined once it ran."""
-    if arm.name == "pipelined" and ring.declines():
-        raise ValueError(f"{arm.label} got no ring: {set(ring.declines().values())}")
-
-
-def make_rings(
-    depths: Sequence[str], slots_mib: Sequence[str], budgets_mib: Sequence[str]
-) -> list[RingConfig]:
-    """A ring for each combination of the flags' values."""
-    return [
-        RingConfig(depth=d, slot_bytes=round(s * MIB), budget_bytes=round(b * MIB))
-        for d, s, b in itertools.product(
-            numbers("depth", depths),
-            numbers("slot_mib", slots_mib, float),
-            numbers("budget_mib", budgets_mib, float),
-        )
-    ]
-
-
-def make_arms(
-    names: Sequence[str], device_cells: Sequence[str], rings: list[RingConfig]
-) -> list[Arm]:
-    """The arms in the order of ARMS; some once for each placement or ring."""
-    unknown = [name for name in names if name not in ARMS]
-    if unknown or not names:
-        raise ValueError(f"--arms must be of {', '.join(ARMS)}, got {unknown}")
-    for cells in device_cells:
-        if cells != "half" and not cells.isdecimal():
-            raise ValueError(f"--device_cells must be numbers or half, got {cells!r}")
-    arms = [Arm(name="device")] if "device" in names else []
-    for cells in device_cells:
-        if "ordered" in names:
-            arms.append(
-                Arm(name="ordered", device_cells=cells, ring=replace(rings[0], depth=0))
-            )
-        if "pipelined" in names:
-            arms += [Arm(name="pipelined", device_cells=cells, ring=r) for r in rings]
-    if "xla" in names:
-        arms.append(Arm(name="xla", device_cells="0"))
-    return arms
-
-
-def make_case(
-    cells: int, batch: int, ragged: bool, capacity: int | None, effort: Effort
-) -> Case:
-    lengths = [cells] * batch
-    if ragged:  # evenly from half to one and a half, in no order
-        spaced = np.linspace(0.5 * cells, 1.5 * cells, batch).round().astype(int)
-        lengths = np.random.default_rng(0).permutation(spaced).tolist()
-    needed = max(lengths) + effort.cells
-    if capacity is not None and capacity < needed:
-        raise ValueError(
-            f"--capacity must be at least {needed} ({max(lengths)} cells and "
-            f"{effort.cells} tokens), got {capacity}"
-        )
-    return Case(cells=cells, lengths=tuple(lengths), capacity=capacity or needed)
-
-
-def cache_config(arm: Arm, case: Case, config: ModelConfig, dtype: str) -> CacheConfig:
-    return CacheConfig(
-        num_layers=config.num_layers,
-        batch_size=len(case.lengths),
-        capacity=case.capacity,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        device_cells=arm.cells_on_device(case),
-    )
-
-
-def place_cells(
-    arm: Arm, case: Case, config: ModelConfig, mesh: Mesh, dtype: str
-) -> Placement:
-    cache = cache_config(arm, case, config, dtype)
-    return Placement(config=cache, num_heads=config.num_heads, mesh=mesh)
-
-
-def check_case(
-    arms: list[Arm],
-    case: Case,
-    config: ModelConfig,
-    mesh: Mesh,
-    dtype: str,
-    weights: str,
-) -> None:
-    """Refuses what cannot run before anything is loaded.
-
-    Raises:
-      ValueError: an arm has no tail or no ring, or memory is short.
-    """
-    needs = {}
-    for arm in arms:
-        placement = place_cells(arm, case, config, mesh, dtype)
-        needs[arm.cells_on_device(case)] = footprint(placement)
-        if arm.ring is None:
-            continue
-        plan = plan_ring(placement, replace(arm.ring, depth=arm.ring.depth or 1))
-        if isinstance(plan, Decline):
-            raise ValueError(f"{arm.label} cannot run at {case.name}: {plan.reason}")
-        check_host(placement)
-    on_device = sum(need.device_bytes for need in needs.values())
-    on_device += config.num_parameters * jnp.dtype(weights).itemsize
-    on_host = sum(need.host_bytes for need in needs.values())
-    for what, need, free in (
-        ("device", on_device, free_device_bytes(mesh.devices.flat[0])),
-        ("host", on_host, available_host_bytes()),
-    ):
-        if need > free:
-            raise ValueError(
-                f"{case.name} needs {need / GB:.1f} GB of {what} memory for weights "
-                f"and the cells of all arms, {free / GB:.1f} GB are free: lower "
-                "--cells or --batch, or leave arms out"
-            )
-
-
-def free_device_bytes(device: jax.Device) -> int:
-    """What XLA may still allocate."""
-    stats = device.memory_stats()
-    if stats is None:
-        return device_memory(device).free_bytes
-    return stats["bytes_limit"] - stats["bytes_in_use"]
+    if arm.name == "pipelined":
+        reasons = ", ".join(sorted(set(ring.declines().values())))
+        agreement.check_none(reasons and f"{arm.label} got no ring: {reasons}")
 
 
 def check_paths(json_path: str | None, plot_path: str | None) -> None:
@@ -527,17 +505,6 @@ def check_paths(json_path: str | None, plot_path: str | None) -> None:
             )
     if plot_path is not None and find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: install it with the extra plot")
-
-
-def numbers(flag: str, values: Sequence[str], kind: type = int) -> list:
-    """The numbers of a list flag."""
-    try:
-        found = [kind(value) for value in values]
-    except ValueError as error:
-        raise ValueError(f"--{flag} must be numbers, got {list(values)}") from error
-    if not found or min(found) < 0:
-        raise ValueError(f"--{flag} must be numbers from 0 on, got {list(values)}")
-    return found
 
 
 if __name__ == "__main__":

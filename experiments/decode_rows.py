@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from kvjax.measurement import WARMUP
 from kvjax.shapes import BLOCK
 
 MS = 1e3
-AGREE = 0.5  # of xla's tokens at least: it rounds elsewhere, which turns near ties
+AGREE = 0.5  # of the tokens of what rounds elsewhere at least: that turns near ties
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,17 +22,19 @@ class Arm:
     """One way to decode: which of ARMS, where cells lie, and the ring's settings."""
 
     name: str
+    devices: int = 1  # that share the heads
     device_cells: str | None = None  # as --device_cells; None = all
     ring: RingConfig | None = None  # of ordered and pipelined
 
     @property
     def label(self) -> str:
         where = "" if self.device_cells in ("0", None) else f" +{self.device_cells}"
+        over = "" if self.devices == 1 else f", {self.devices} devices"
         if self.name != "pipelined":
-            return self.name + where
+            return self.name + where + over
         budget, slot = self.ring.budget / MIB, self.ring.slot_bytes / MIB
         sizes = f"ring {budget:g} MiB, slots {slot:g} MiB"
-        return f"pipelined{where}, {sizes}, depth {self.ring.depth}"
+        return f"pipelined{where}, {sizes}, depth {self.ring.depth}{over}"
 
     @property
     def plain(self) -> bool:
@@ -57,13 +59,25 @@ class Case:
         return f"{self.cells:,} cells x {len(self.lengths)}"
 
 
+class Links(NamedTuple):
+    """Bytes a second of raw pinned copies.
+
+    Attributes:
+      alone: Of the first device while the others rest.
+      together: Of each device of a mesh while all of them copy, by their number.
+    """
+
+    alone: float
+    together: dict[int, list[float]]
+
+
 class Run(NamedTuple):
     """One arm, once."""
 
     step_s: float
     waiting_s: list[float]
     tokens: np.ndarray  # [steps, B], those of the warm-up among them
-    delivered: RingStats | None  # in the timed steps
+    delivered: list[RingStats]  # to each device in the timed steps; [] = no ring
     ring_bytes: int
     num_slots: int
     ring_driver_bytes: int  # by which the driver's free bytes fell
@@ -79,24 +93,26 @@ class TokensDiffer(Exception):
     """An arm drew other tokens: its times mean nothing."""
 
 
-def check_same(runs: dict[Arm, list[Run]]) -> np.ndarray | None:
-    """The tokens that kvjax's arms drew, all the same ones in every run.
+def check_same(runs: dict[Arm, list[Run]]) -> dict[int, np.ndarray]:
+    """The tokens that kvjax's arms drew, by number of devices; [steps, B].
+
+    Arms of one mesh must draw the same in every run. Those of another may not: sums
+    over devices are rounded in other places.
 
     Raises:
       TokensDiffer: one drew others.
     """
+    firsts: dict[int, tuple[Arm, np.ndarray]] = {}
     own = [(arm, run.tokens) for arm in runs if not arm.plain for run in runs[arm]]
-    if not own:
-        return None
-    first, wanted = own[0]
     for arm, tokens in own:
+        first, wanted = firsts.setdefault(arm.devices, (arm, tokens))
         if not np.array_equal(tokens, wanted):
             step = np.argwhere((tokens != wanted).any(axis=1))[0, 0]
             raise TokensDiffer(
                 f"{arm.label} drew {tokens[step].tolist()} in step {step}, "
                 f"{first.label} {wanted[step].tolist()}"
             )
-    return wanted
+    return {devices: tokens for devices, (_, tokens) in firsts.items()}
 
 
 def check_near(arm: Arm, drawn: np.ndarray, wanted: np.ndarray) -> float:
@@ -115,12 +131,16 @@ def since(start: RingStats, end: RingStats) -> RingStats:
     return RingStats(*(b - a for a, b in zip(start, end, strict=True)))
 
 
+def total(counts: Sequence[RingStats]) -> RingStats:
+    return RingStats(*map(sum, zip(*counts, strict=True)))
+
+
 def make_rows(
     runs: dict[Arm, list[Run]],
     agreed: dict[Arm, float | None],
     case: Case,
     per_cell: int,
-    link: float,
+    links: Links,
 ) -> list[dict]:
     """A row for each arm: what was measured, the bound, and the verdict.
 
@@ -129,19 +149,24 @@ def make_rows(
       agreed: The share of tokens in which each arm agrees with the others.
       case: What they decoded.
       per_cell: Bytes of one sequence's cell in all layers.
-      link: Bytes a second of the raw copy.
+      links: Rates of the raw copy.
     """
     ms = {arm: MS * statistics.median(r.step_s for r in runs[arm]) for arm in runs}
-    device_ms = next((ms[arm] for arm in runs if arm.name == "device"), None)
-    ordered_ms = {a.device_cells: ms[a] for a in runs if a.name == "ordered"}
+    device_ms = {a.devices: ms[a] for a in runs if a.name == "device"}
+    ordered_ms = {(a.devices, a.device_cells): ms[a] for a in runs if is_ordered(a)}
     rows = []
     for arm in runs:
-        live = live_bytes(arm, runs[arm][0], case, per_cell)
-        floor_ms = MS * live / link
-        bound_ms = None if arm.name == "device" else max(floor_ms, device_ms or 0.0)
+        raw = links.together[arm.devices]
+        brought = brought_bytes(arm, runs[arm][0], case, per_cell)
+        floor_ms = MS * max(live / rate for live, rate in zip(brought, raw))
+        computing_ms = device_ms.get(arm.devices)
+        bound_ms = None if arm.name == "device" else max(floor_ms, computing_ms or 0.0)
+        alone_ms = ms.get(replace(arm, devices=1)) if arm.devices > 1 else None
+        over_one = ratio(alone_ms, ms[arm])
         row = {
             "arm": arm.name,
             "label": arm.label,
+            "devices": arm.devices,
             "cells": case.cells,
             "batch": len(case.lengths),
             "shortest": min(case.lengths),
@@ -152,28 +177,40 @@ def make_rows(
             "spread": spread([r.step_s for r in runs[arm]]),
             "runs_ms": [MS * r.step_s for r in runs[arm]],
             "blocking_ms": blocking_ms(runs[arm]),
-            "live_bytes": live,
+            "live_bytes": sum(brought),
+            "busiest_bytes": max(brought),
             "floor_ms": floor_ms,
             "bound_ms": bound_ms,
             "share": None if bound_ms is None else bound_ms / ms[arm],
-            "device_ms": device_ms,
-            "gain": ratio(ordered_ms.get(arm.device_cells), ms[arm]),
+            "device_ms": computing_ms,
+            "gain": ratio(ordered_ms.get((arm.devices, arm.device_cells)), ms[arm]),
+            "over_one": over_one,
+            "scaling": ratio(over_one, sum(raw) / links.alone),
+            "delivered_bytes_s": [MS * live / ms[arm] for live in brought],
+            "raw_bytes_s": raw,
+            "raw_alone_bytes_s": links.alone,
             "agreed": agreed[arm],
             **ring_facts(arm, runs[arm]),
         }
-        row["verdict"] = verdict(row, link)
+        row["verdict"] = verdict(row)
         rows.append(row)
     return rows
 
 
-def live_bytes(arm: Arm, run: Run, case: Case, per_cell: int) -> float:
-    """Bytes of tail that a timed step must bring: the ring's count, or the cells'."""
-    if run.delivered is not None:
-        return (run.delivered.early_bytes + run.delivered.ordered_bytes) / run.steps
+def is_ordered(arm: Arm) -> bool:
+    return arm.name == "ordered"
+
+
+def brought_bytes(arm: Arm, run: Run, case: Case, per_cell: int) -> list[float]:
+    """Bytes of tail that a timed step must bring to each device: the ring's count, or
+    the cells'.
+    """
+    if run.delivered:
+        return [(d.early_bytes + d.ordered_bytes) / run.steps for d in run.delivered]
     if arm.device_cells is None:
-        return 0.0
+        return [0.0] * arm.devices
     grown = WARMUP + (run.steps - 1) / 2
-    return per_cell * sum(length + grown for length in case.lengths)
+    return [per_cell * sum(length + grown for length in case.lengths)]
 
 
 def blocking_ms(runs: list[Run]) -> float | None:
@@ -190,7 +227,7 @@ def ring_facts(arm: Arm, runs: list[Run]) -> dict:
     }
     if arm.ring is None:
         return facts
-    counts = runs[-1].delivered
+    counts = total(runs[-1].delivered)
     return facts | {
         "depth": arm.ring.depth,
         "slot_bytes": arm.ring.slot_bytes,
@@ -213,8 +250,9 @@ def spread(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / statistics.median(values)
 
 
-def verdict(row: dict, link: float) -> str:
+def verdict(row: dict) -> str:
     """What bounds this arm, in words, and what would help."""
+    link = sum(row["raw_bytes_s"])
     ms, floor_ms, device_ms = row["ms"], row["floor_ms"], row["device_ms"]
     if row["arm"] == "device":
         return f"computing takes {ms:.2f} ms a token"
@@ -271,3 +309,23 @@ def table(case: Case, rows: list[dict]) -> Iterator[str]:
         yield f"{row['label']:{width}}" + "".join(f"{cell:>10}" for cell in cells)
     for row in rows:
         yield f"{row['label']}: {row['verdict']}"
+        yield from (f"  {line}" for line in of_each_device(row))
+
+
+def of_each_device(row: dict) -> Iterator[str]:
+    """A sentence on the links of several devices, and on their gain over one."""
+    if row.get("devices", 1) == 1 or not row["live_bytes"]:
+        return
+    each, raw = (
+        " ".join(f"{rate / GB:.1f}" for rate in row[key])
+        for key in ("delivered_bytes_s", "raw_bytes_s")
+    )
+    yield (
+        f"GB/s of each device: {each}; raw with all copying {raw}, one alone "
+        f"{row['raw_alone_bytes_s'] / GB:.1f}"
+    )
+    if row["over_one"]:
+        yield (
+            f"{row['over_one']:.2f}x one device, {row['scaling']:.3f} of what the "
+            "raw rates gain"
+        )

@@ -36,7 +36,9 @@ def draw_decode(found: Sequence[dict], path: str, peers: Sequence[dict] = ()) ->
         own = first.setdefault(arm, label) == label and arm in COLORS
         color = COLORS[arm] if own else next(spare)
         axes.plot(cells, ms, marker="o", color=color, label=label)
-    bounds = {r["cells"]: r["bound_ms"] for r in rows if r["device_cells"] == 0}
+    fewest = min(row.get("devices", 1) for row in rows)
+    mine = [row for row in rows if row.get("devices", 1) == fewest]
+    bounds = {r["cells"]: r["bound_ms"] for r in mine if r["device_cells"] == 0}
     if bounds:
         cells = sorted(bounds)
         axes.plot(cells, [bounds[c] for c in cells], "k--", label="bound", zorder=1)

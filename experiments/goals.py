@@ -1,7 +1,8 @@
-"""What measured figures are held against: one NVIDIA H200, Llama 3.1 8B's geometry.
+"""What measured figures are held against: NVIDIA H200, Llama 3.1 8B's geometry.
 
 Random bf16 weights, bf16 cells, medians of free-running loops. Where several rows fit a
-goal the worst counts; of a ratio, the worst pair.
+goal the worst counts; of a ratio, the worst pair. Goals of several GPUs are among them
+once something was measured on several.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ MODEL = "llama-3.1-8b"
 SHARES = {4096: 0.92, 8192: 0.95, 16384: 0.96, 32768: 0.97, 131072: 0.97}
 LLAMA_CPP_MS = {4096: 5.13, 16384: 5.84, 32768: 6.66}  # f16 cells, August 2026
 PEERS = {"static": 1.4, "dynamic": 2.1}
+SHARES_OF_MANY = {2: 0.95, 8: 0.90}  # by GPUs, at 32,768 cells
 Rows = list[dict]
 
 
@@ -46,10 +48,13 @@ def at_most(what: str, bar: float, values: Iterable[float | None]) -> Goal:
 def goals(found: Sequence[dict]) -> list[Goal]:
     """Every goal, with what the results of a GPU and of this model say of it."""
     mine = [one for one in found if one.get("model") == MODEL and one["gpu"]]
-    decode, attention, peers = (
+    names = "bench_decode", "bench_attention", "hf_offload", "heads", "soak"
+    rows, attention, peers, heads, soaks = (
         [row for one in mine if one["experiment"] == name for row in one["rows"]]
-        for name in ("bench_decode", "bench_attention", "hf_offload")
+        for name in names
     )
+    decode = [row for row in rows if num_devices(row) == 1]
+    many = [row for row in rows if num_devices(row) > 1]
     return [
         *of_shares(decode),
         *of_crossing(decode),
@@ -57,6 +62,7 @@ def goals(found: Sequence[dict]) -> list[Goal]:
         *of_computing(decode, attention),
         *of_placements(decode),
         *of_others(decode, attention, peers),
+        *(of_many(many, heads, soaks) if many or heads or soaks else ()),
     ]
 
 
@@ -144,6 +150,29 @@ def of_others(decode: Rows, attention: Rows, peers: Rows) -> Iterator[Goal]:
         if row["arm"] == "ordered" and row["standalone_ms"]
     ]
     yield at_most("ordered attention / a stand-alone program, ms", 1.03, alone)
+
+
+def of_many(decode: Rows, heads: Rows, soaks: Rows) -> Iterator[Goal]:
+    """Of several GPUs of one host."""
+    own = [row for row in single(decode) if row["cells"] == 32768]
+    for devices, bar in SHARES_OF_MANY.items():
+        what = f"share of the bound on {devices} GPUs, 32,768 cells"
+        shares = [row["share"] for row in own if row["devices"] == devices]
+        yield at_least(what, bar, shares)
+    what = "gain of {} GPUs over one / that of the raw rates, 32,768 cells"
+    for devices in (2, 4, 8):
+        gains = [row["scaling"] for row in own if row["devices"] == devices]
+        yield at_least(what.format(devices), 0.95, gains)
+    apart = [r["agreed"] for r in decode if r["processes"] > 1 and r["against"]]
+    yield at_least("share of tokens equal between process layouts", 1, apart)
+    differ = [len(row["differ"]) for row in heads if row["devices"] > 1]
+    yield at_most("heads whose bits differ from those of one GPU", 0, differ)
+    steps = [0 if row["problems"] else row["steps"] for row in soaks]
+    yield at_least("steps on several GPUs with every ring active, no hang", 2000, steps)
+
+
+def num_devices(row: dict) -> int:
+    return row.get("devices", 1)
 
 
 def default_rows(decode: Rows) -> Rows:

@@ -16,16 +16,14 @@ those of one process with as many devices.
 
 import json
 import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
+import processes
 from absl import app, flags
+from processes import say
 
 from kvjax.config import CACHE_DTYPES, MIB, CacheConfig, RingConfig
 from kvjax.delivery import agreement
@@ -36,17 +34,11 @@ from kvjax.delivery.ring import Ring
 from kvjax.generate import Decoder, generate
 from kvjax.model.transformer import GEOMETRIES, ModelConfig, random_model
 
-COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0.")
-NUM_PROCESSES = flags.DEFINE_integer("num_processes", 1, "In all.", lower_bound=1)
-PROCESS_ID = flags.DEFINE_integer("process_id", 0, "Of this one.", lower_bound=0)
-LOCAL_PROCESSES = flags.DEFINE_integer(
-    "local_processes", 0, "Starts so many here and waits for them.", lower_bound=0
-)
 DEVICES_PER_PROCESS = flags.DEFINE_integer(
-    "devices_per_process", 1, "Emulated, where there is no GPU.", lower_bound=1
-)
-HEARTBEAT_S = flags.DEFINE_integer(
-    "heartbeat_s", 20, "A process silent for so long counts as dead.", lower_bound=5
+    "devices_per_process",
+    1,
+    "Emulated, where there is no GPU; with --local_processes, GPUs of each.",
+    lower_bound=1,
 )
 GEOMETRY = flags.DEFINE_enum(
     "geometry", "sharded-demo", sorted(GEOMETRIES), "Of a model of random weights."
@@ -64,22 +56,14 @@ BUDGET_MIB = flags.DEFINE_float(
 )
 JSON = flags.DEFINE_string("json", None, "Process 0 writes tokens and figures here.")
 
-GRACE_S = 5  # past the heartbeat, for a process to end by itself
-
 
 def main(argv: Sequence[str]) -> int:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
-    if LOCAL_PROCESSES.value:
-        return launch(LOCAL_PROCESSES.value)
+    if processes.starts_others():
+        return processes.launch()
     try:
-        join(
-            coordinator=COORDINATOR.value,
-            num_processes=NUM_PROCESSES.value,
-            process_id=PROCESS_ID.value,
-            devices=DEVICES_PER_PROCESS.value,
-            heartbeat_s=HEARTBEAT_S.value,
-        )
+        processes.join(DEVICES_PER_PROCESS.value)
         decode(
             model_config=ModelConfig.of(GEOMETRY.value),
             batch_size=BATCH.value,
@@ -92,82 +76,9 @@ def main(argv: Sequence[str]) -> int:
             json_path=JSON.value,
         )
     except ValueError as error:
-        complain(f"process {PROCESS_ID.value}: error: {error}")
+        processes.complain(f"error: {error}")
         return 2
     return 0
-
-
-def launch(num_processes: int) -> int:
-    """Starts this script once a process and waits; names those that failed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags_given = [a for a in sys.argv[1:] if not a.startswith("--local_processes")]
-    command = [sys.executable, __file__, *flags_given]
-    command += [f"--coordinator=127.0.0.1:{port}", f"--num_processes={num_processes}"]
-    running = [
-        subprocess.Popen([*command, f"--process_id={i}"]) for i in range(num_processes)
-    ]
-    try:
-        codes = wait(running, HEARTBEAT_S.value + GRACE_S)
-    finally:
-        for process in running:
-            process.kill()
-    failed = {i: code for i, code in enumerate(codes) if code != 0}
-    if failed:
-        complain(f"failed: exit codes by process {failed}")
-    return max(map(abs, codes))
-
-
-def wait(processes: list[subprocess.Popen], patience_s: float) -> list[int]:
-    """Exit codes of all. Names the first that fails; ends those that outlive it."""
-    deadline = None
-    while waiting := [i for i, p in enumerate(processes) if p.poll() is None]:
-        failed = {i: p.returncode for i, p in enumerate(processes) if p.returncode}
-        if failed and deadline is None:
-            complain(f"the first to fail: exit codes by process {failed}")
-            deadline = time.monotonic() + patience_s
-        if deadline is not None and time.monotonic() > deadline:
-            complain(
-                f"still running after {patience_s} s, ended now: processes {waiting}"
-            )
-            break
-        time.sleep(0.1)
-    for i in waiting:
-        processes[i].kill()
-    return [process.wait() for process in processes]
-
-
-def complain(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def join(
-    *,
-    coordinator: str | None,
-    num_processes: int,
-    process_id: int,
-    devices: int,
-    heartbeat_s: int,
-) -> None:
-    """Joins the job; before anything that asks jax for its devices."""
-    if process_id >= num_processes:
-        raise ValueError(
-            f"process_id must be below num_processes {num_processes}, got {process_id}"
-        )
-    jax.config.update("jax_num_cpu_devices", devices)
-    if num_processes == 1:
-        return
-    if coordinator is None:
-        raise ValueError("several processes need --coordinator=host:port of process 0")
-    jax.distributed.initialize(
-        coordinator,
-        num_processes,
-        process_id,
-        heartbeat_timeout_seconds=heartbeat_s,
-        shutdown_timeout_seconds=heartbeat_s + GRACE_S,
-        initialization_timeout=60,
-    )
 
 
 def decode(
@@ -231,6 +142,7 @@ def decode(
     mine = {
         "output_ids": made.output_ids,
         "cell_bytes": sum(held),
+        "pinned_bytes": footprint(placement).host_bytes,
         "early_bytes": stats.early_bytes,
         "ordered_bytes": stats.ordered_bytes,
         "declines": declines,
@@ -272,25 +184,19 @@ def held_bytes(part: jax.Array | None) -> int:
     return 0 if part is None else sum(s.data.nbytes for s in part.addressable_shards)
 
 
-def report(processes: list[dict], step_s: float, json_path: str | None) -> None:
+def report(each: list[dict], step_s: float, json_path: str | None) -> None:
     """Prints the figures of all processes, checked to have made the same tokens."""
-    if any(p["output_ids"] != processes[0]["output_ids"] for p in processes):
+    if any(p["output_ids"] != each[0]["output_ids"] for p in each):
         raise ValueError("the processes made different tokens")
-    for i, figures in enumerate(processes):
+    for i, figures in enumerate(each):
         shown = {name: x for name, x in figures.items() if name != "output_ids"}
         print(f"process {i}: {shown}")
     print(
-        f"{step_s * 1e3:.1f} ms a token; tokens {processes[0]['output_ids']}",
+        f"{step_s * 1e3:.1f} ms a token; tokens {each[0]['output_ids']}",
         flush=True,
     )
     if json_path is not None:
-        Path(json_path).write_text(
-            json.dumps({"processes": processes, "step_s": step_s})
-        )
-
-
-def say(text: str) -> None:
-    print(f"process {jax.process_index()}: {text}", flush=True)
+        Path(json_path).write_text(json.dumps({"processes": each, "step_s": step_s}))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import figures
 from absl import app, flags, logging
-from goals import MODEL, goals
+from decode_rows import of_each_device
+from goals import MODEL, goals, num_devices
 
 from kvjax.config import MIB
 
@@ -31,11 +32,13 @@ tracked files differed from it.
 A step must bring the live bytes of the tail over the link, and compute. The *floor* is
 those bytes over the rate of a raw pinned copy in pieces of 64 MiB, measured in the same
 process; the *bound* is the larger of the floor and of the device-resident step of the
-same run; the *share* is bound / measured, the *gain* is over the ordered arm. Times are
-ms a token of a loop that waits only at its end, medians of runs in A/B/B/A order; the
-spread is from the least to the most. *Waiting* is a loop that waits for every token.
-No time is shown unless all arms of kvjax drew the same tokens in every run (xla, which
-rounds elsewhere: at least half of them, fed one by one).
+same run; the *share* is bound / measured, the *gain* is over the ordered arm. Over
+several devices the floor is that of the device that takes longest for its own bytes, at
+its rate while all of them copy. Times are ms a token of a loop that waits only at its
+end, medians of runs in A/B/B/A order; the spread is from the least to the most.
+*Waiting* is a loop that waits for every token. No time is shown unless all arms of
+kvjax drew the same tokens in every run; what rounds elsewhere, xla or another number of
+devices, at least half of them, fed one by one.
 """
 DECODE = {  # heading: (key, format)
     "cells": ("cells", "{:,}"),
@@ -53,6 +56,10 @@ DECODE = {  # heading: (key, format)
     "ring MiB": ("ring_mib", "{:.1f}"),
     "XLA temp MiB": ("temp_mib", "{:.0f}"),
     "GPU memory GiB": ("memory_gib", "{:.1f}"),
+    "pinned GiB a device": ("pinned_gib", "{:.2f}"),
+    "over one device": ("over_one", "{:.2f}x"),
+    "of the raw rates' gain": ("scaling", "{:.3f}"),
+    "tokens": ("agreed_share", "{:.0%}"),
 }
 ATTENTION = {
     "cells": ("cells", "{:,}"),
@@ -129,7 +136,8 @@ def summary(found: list[dict]) -> Iterator[str]:
     if not any(one.get("model") == MODEL and one["gpu"] for one in found):
         return
     yield "## Goals\n"
-    yield f"One NVIDIA H200, the geometry of {MODEL}, random bf16 weights, bf16 cells."
+    yield f"One NVIDIA H200, the geometry of {MODEL}, random bf16 weights, bf16 cells;"
+    yield "several of one host where the figure says so."
     yield "The worst measured row counts.\n"
     yield "| figure | goal | measured | met |"
     yield "|---|---|---|---|"
@@ -169,6 +177,8 @@ def facts(path: Path, one: dict, page: Path) -> Iterator[str]:
         if one.get(key)
     ]
     named = [one[key] for key in ("model", "dtype") if one.get(key)]
+    if one.get("processes", 1) > 1:
+        named.append(f"{one['processes']} processes")
     yield f"- {', '.join([*named, *rates])}\n"
 
 
@@ -183,7 +193,7 @@ def decode(one: dict, found: list[dict], path: Path, page: Path) -> Iterator[str
     for row in one["rows"]:
         if row["arm"] == "pipelined":
             name = f"{row['cells']:,} cells x {row['batch']}, {row['label']}"
-            yield f"- {name}: {row['verdict']}"
+            yield "; ".join([f"- {name}: {row['verdict']}", *of_each_device(row)])
     for error in one.get("errors", ()):
         yield f"- **no result**: {error}"
     if len({row["cells"] for row in one["rows"]}) > 1:
@@ -204,7 +214,11 @@ def peers(one: dict, found: list[dict], path: Path, page: Path) -> Iterator[str]
         same = other["experiment"] == "bench_decode" and other["gpu"] == one["gpu"]
         if same and other["model"] == one["model"]:
             for row in other["rows"]:
-                if row["arm"] == "pipelined" and row["device_cells"] == 0:
+                if (
+                    row["arm"] == "pipelined"
+                    and row["device_cells"] == 0
+                    and num_devices(row) == 1
+                ):
                     key = row["cells"], row["batch"]
                     own[key] = min(row["ms"], own.get(key, row["ms"]))
     rows = []
@@ -226,10 +240,13 @@ def derived(row: dict) -> dict:
     if row.get("live_bytes") is not None and row.get("ms"):
         made["gb"] = row["live_bytes"] / GB
         made["rate"] = row["live_bytes"] / row["ms"] * MS / GB or None
+    if num_devices(row) > 1:
+        made["agreed_share"] = row["agreed"]
     for name, key, unit in (
         ("ring_mib", "ring_bytes", MIB),
         ("temp_mib", "temp_bytes", MIB),
         ("memory_gib", "device_memory", 1 << 30),
+        ("pinned_gib", "pinned_bytes", 1 << 30),
         ("budget_gib", "budget_bytes", 1 << 30),
     ):
         if row.get(key) is not None:

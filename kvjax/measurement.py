@@ -76,10 +76,50 @@ def link_rate(
     Raises:
       ValueError: the native library is missing, or memory is short.
     """
-    total = _default(device, total_bytes, 1 << 30)
-    pieces = max(1, total // piece_bytes)
-    seconds = _timed(device, "copy", piece_bytes, pieces, passes=passes)
-    return pieces * piece_bytes / seconds
+    sizes = dict(piece_bytes=piece_bytes, total_bytes=total_bytes, passes=passes)
+    return link_rates([device], **sizes)[0]
+
+
+def link_rates(
+    devices: Sequence[jax.Device],
+    *,
+    piece_bytes: int = PIECE_BYTES,
+    total_bytes: int | None = None,
+    passes: int = 5,
+    start: Callable[[], None] | None = None,
+) -> list[float]:
+    """Bytes a second that each device gets of raw copies while all of them copy.
+
+    None is timed while another rests: those that are through go on, off the clock.
+
+    Args:
+      devices: Of this process, idle.
+      piece_bytes: Of one copy.
+      total_bytes: Of a pass of all devices together, at least a piece each, pinned for
+        the while; None = 1 GiB, 128 MiB on a CPU.
+      passes: That are timed for one device, n times as many for n; the median counts.
+      start: Called once all have their memory, before the first copy that counts: where
+        processes that measure at once wait for each other.
+
+    Raises:
+      ValueError: the native library is missing, or memory is short.
+    """
+    count = len(devices)
+    total = _default(devices[0], total_bytes, 1 << 30)
+    pieces, passes = max(1, total // (piece_bytes * count)), passes * count
+    seconds = np.zeros((count, passes))
+    _native(
+        devices,
+        "kvjax_measure_copies",
+        (ctypes.c_int64 * count)(*map(_ordinal, devices)),
+        count,
+        piece_bytes,
+        pieces,
+        passes,
+        ctypes.CFUNCTYPE(None)(start) if start else None,
+        seconds.ctypes.data_as(ctypes.c_void_p),
+    )
+    return [pieces * piece_bytes / s for s in np.median(seconds, axis=1).tolist()]
 
 
 def read_rate(
@@ -96,13 +136,17 @@ def read_rate(
       ValueError: the native library is missing, or memory is short.
     """
     total = _default(device, total_bytes, 2 << 30) // 16 * 16
-    return total / _timed(device, "read", total, passes=passes)
+    seconds = np.zeros(passes)
+    into = seconds.ctypes.data_as(ctypes.c_void_p)
+    _native([device], "kvjax_measure_read", _ordinal(device), total, passes, into)
+    return total / float(np.median(seconds))
 
 
 def device_memory(device: jax.Device) -> DeviceMemory:
     """Asks the driver; on the cpu platform the operating system."""
     free, total = ctypes.c_int64(), ctypes.c_int64()
-    _native(device, "kvjax_device_memory", ctypes.byref(free), ctypes.byref(total))
+    sizes = ctypes.byref(free), ctypes.byref(total)
+    _native([device], "kvjax_device_memory", _ordinal(device), *sizes)
     return DeviceMemory(free.value, total.value)
 
 
@@ -112,28 +156,26 @@ def _default(device: jax.Device, total_bytes: int | None, on_gpu: int) -> int:
     return on_gpu // 8 if device.platform == "cpu" else on_gpu
 
 
-def _timed(device: jax.Device, what: str, *sizes: int, passes: int) -> float:
-    """The median of `passes` timed passes, in seconds."""
-    seconds = (ctypes.c_double * passes)()
-    _native(device, f"kvjax_measure_{what}", *sizes, passes, seconds)
-    return statistics.median(seconds)
+def _ordinal(device: jax.Device) -> int:
+    return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
-def _native(device: jax.Device, symbol: str, *args) -> None:
-    """Calls a C symbol of ops/measure.cc with the device's ordinal."""
-    ordinal = device.id if device.platform == "cpu" else device.local_hardware_id
-    numbers = [ctypes.c_int64(a) if isinstance(a, int) else a for a in (ordinal, *args)]
+def _native(devices: Sequence[jax.Device], symbol: str, *args) -> None:
+    """Calls a C symbol of ops/measure.cc."""
+    numbers = [ctypes.c_int64(a) if isinstance(a, int) else a for a in args]
     reason = ctypes.create_string_buffer(512)
-    call = getattr(ffi.require(device.platform), symbol)
+    call = getattr(ffi.require(devices[0].platform), symbol)
     call.restype = ctypes.c_bool
     if not call(*numbers, reason, ctypes.c_int64(len(reason))):
-        raise ValueError(f"cannot measure {device}: {reason.value.decode()}")
+        named = ", ".join(map(str, devices))
+        raise ValueError(f"cannot measure {named}: {reason.value.decode()}")
 
 
 def random_cache(placement: Placement, lengths: Sequence[int], seed: int = 0) -> Cache:
     """A cache of random cells that holds `lengths` tokens, to measure with.
 
-    Every placement of one config gets the same bits, whatever its device_cells.
+    Every placement of one config gets the same bits, whatever its device_cells and
+    mesh; a head that is stored several times is the same each time.
 
     Raises:
       ValueError: the host cannot hold the tails.
@@ -158,11 +200,12 @@ def random_cache(placement: Placement, lengths: Sequence[int], seed: int = 0) ->
 @functools.cache  # one compilation for all layers
 def _draw(placement: Placement, on_device: int):
     config = placement.config
-    shape = (config.batch_size, config.num_cells, placement.stored_heads)
+    shape = (config.batch_size, config.num_cells, config.num_kv_heads)
 
     def draw(key, layer):
         key = jax.random.fold_in(key, layer)
         cells = jax.random.normal(key, (*shape, config.record_size), config.dtype)
+        cells = placement.expand_heads(cells)
         parts = cells[:, :on_device], cells[:, on_device:]
         return LayerCells(*(part if part.shape[1] else None for part in parts))
 

@@ -82,18 +82,15 @@ class Bench {
     return KVJAX_CUDA(cudaGetLastError());
   }
 
-  // Runs `pass` once, then `passes` times between two events.
-  Status Time(int64_t passes, double* seconds, const std::function<Status()>& pass) {
+  // Runs `pass` between two events.
+  Status Time(double* seconds, const std::function<Status()>& pass) {
+    KVJAX_RETURN_IF_CUDA_ERROR(cudaEventRecord(start_, stream_));
     KVJAX_RETURN_IF_ERROR(pass());
-    for (int64_t i = 0; i < passes; ++i) {
-      KVJAX_RETURN_IF_CUDA_ERROR(cudaEventRecord(start_, stream_));
-      KVJAX_RETURN_IF_ERROR(pass());
-      KVJAX_RETURN_IF_CUDA_ERROR(cudaEventRecord(end_, stream_));
-      KVJAX_RETURN_IF_CUDA_ERROR(cudaEventSynchronize(end_));
-      float milliseconds = 0;
-      KVJAX_RETURN_IF_CUDA_ERROR(cudaEventElapsedTime(&milliseconds, start_, end_));
-      seconds[i] = milliseconds / 1e3;
-    }
+    KVJAX_RETURN_IF_CUDA_ERROR(cudaEventRecord(end_, stream_));
+    KVJAX_RETURN_IF_CUDA_ERROR(cudaEventSynchronize(end_));
+    float milliseconds = 0;
+    KVJAX_RETURN_IF_CUDA_ERROR(cudaEventElapsedTime(&milliseconds, start_, end_));
+    *seconds = milliseconds / 1e3;
     return Status::Ok();
   }
 
@@ -109,21 +106,40 @@ class Bench {
   void* on_host_ = nullptr;
 };
 
+class CudaLink : public Link {
+ public:
+  CudaLink(int64_t device, int64_t piece_bytes, int64_t pieces)
+      : bench_(static_cast<int>(device)), piece_bytes_(piece_bytes), pieces_(pieces) {}
+
+  Status Fill() {
+    KVJAX_RETURN_IF_ERROR(bench_.Open(piece_bytes_ * pieces_, piece_bytes_));
+    return bench_.Fill(bench_.on_host(), piece_bytes_ * pieces_);
+  }
+
+  Status Copy(double* seconds) override {
+    return bench_.Time(seconds, [this] {
+      for (int64_t i = 0; i < pieces_; ++i) {
+        KVJAX_RETURN_IF_CUDA_ERROR(
+            cudaMemcpyAsync(bench_.on_device(), bench_.on_host() + i * piece_bytes_,
+                            piece_bytes_, cudaMemcpyHostToDevice, bench_.stream()));
+      }
+      return Status::Ok();
+    });
+  }
+
+ private:
+  Bench bench_;
+  const int64_t piece_bytes_, pieces_;
+};
+
 }  // namespace
 
-Status MeasureCopy(int64_t device, int64_t piece_bytes, int64_t pieces, int64_t passes,
-                   double* seconds) {
-  Bench bench(static_cast<int>(device));
-  KVJAX_RETURN_IF_ERROR(bench.Open(piece_bytes * pieces, piece_bytes));
-  KVJAX_RETURN_IF_ERROR(bench.Fill(bench.on_host(), piece_bytes * pieces));
-  return bench.Time(passes, seconds, [&] {
-    for (int64_t i = 0; i < pieces; ++i) {
-      KVJAX_RETURN_IF_CUDA_ERROR(
-          cudaMemcpyAsync(bench.on_device(), bench.on_host() + i * piece_bytes,
-                          piece_bytes, cudaMemcpyHostToDevice, bench.stream()));
-    }
-    return Status::Ok();
-  });
+Status Link::Open(int64_t device, int64_t piece_bytes, int64_t pieces,
+                  std::unique_ptr<Link>* link) {
+  auto opened = std::make_unique<CudaLink>(device, piece_bytes, pieces);
+  KVJAX_RETURN_IF_ERROR(opened->Fill());
+  *link = std::move(opened);
+  return Status::Ok();
 }
 
 Status MeasureRead(int64_t device, int64_t bytes, int64_t passes, double* seconds) {
@@ -135,12 +151,17 @@ Status MeasureRead(int64_t device, int64_t bytes, int64_t passes, double* second
   const int blocks = kBlocksPerProcessor * processors;
   const auto found = reinterpret_cast<uint32_t*>(bench.on_device() + bytes);
   KVJAX_RETURN_IF_ERROR(bench.Fill(bench.on_device(), bytes));
-  return bench.Time(passes, seconds, [&] {
+  const auto read = [&] {
     Read<<<blocks, kThreads, 0, bench.stream()>>>(
         reinterpret_cast<const uint4*>(bench.on_device()), bytes / 16, 0x9e3779b9u,
         found);
     return KVJAX_CUDA(cudaGetLastError());
-  });
+  };
+  KVJAX_RETURN_IF_ERROR(read());
+  for (int64_t i = 0; i < passes; ++i) {
+    KVJAX_RETURN_IF_ERROR(bench.Time(&seconds[i], read));
+  }
+  return Status::Ok();
 }
 
 Status DeviceMemory(int64_t device, int64_t* free_bytes, int64_t* total_bytes) {

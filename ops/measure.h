@@ -7,16 +7,31 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "status.h"
 
 namespace kvjax {
 
-// Copies `pieces` pieces of `piece_bytes` from pinned host memory to the device, in
-// order on one stream: the way of a ring's deliveries.
-//   seconds  [passes] of all pieces; one pass runs before that
-Status MeasureCopy(int64_t device, int64_t piece_bytes, int64_t pieces, int64_t passes,
-                   double* seconds);
+// A device's link with something to copy: `pieces` pieces of `piece_bytes` of pinned
+// host memory, and a piece of the device's. Of the thread that opens it.
+class Link {
+ public:
+  static Status Open(int64_t device, int64_t piece_bytes, int64_t pieces,
+                     std::unique_ptr<Link>* link);
+  virtual ~Link() = default;
+
+  // Copies all pieces, in order on one stream: the way of a ring's deliveries.
+  virtual Status Copy(double* seconds) = 0;
+};
+
+// Times passes over the links of `count` devices at once, a thread each. A device that
+// is through goes on copying until all are, so none is timed while another rests.
+//   start    called once before the first timed copy, when all have their memory or one
+//            couldn't get it; on the caller's thread; null = nothing to call
+//   seconds  [count, passes]; one pass of each device runs before that
+Status MeasureCopies(const int64_t* devices, int64_t count, int64_t piece_bytes,
+                     int64_t pieces, int64_t passes, void (*start)(), double* seconds);
 
 // Reads `bytes` (a multiple of 16) of device memory once. On the cpu platform one
 // thread reads, which is less than attention gets.

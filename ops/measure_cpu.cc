@@ -12,37 +12,45 @@
 namespace kvjax {
 namespace {
 
-// Runs `pass` once, then `passes` times against the clock.
-void Time(int64_t passes, double* seconds, const std::function<void()>& pass) {
+// The seconds that `pass` takes.
+double Clocked(const std::function<void()>& pass) {
   using Clock = std::chrono::steady_clock;
+  const auto start = Clock::now();
   pass();
-  for (int64_t i = 0; i < passes; ++i) {
-    const auto start = Clock::now();
-    pass();
-    seconds[i] = std::chrono::duration<double>(Clock::now() - start).count();
-  }
+  return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
 Status OutOfMemory(int64_t bytes) {
   return Status::Exhausted("no " + std::to_string(bytes) + " bytes to measure with");
 }
 
+class HostLink : public Link {
+ public:
+  HostLink(int64_t piece_bytes, int64_t pieces)
+      : source_(piece_bytes * pieces, 1), target_(piece_bytes, 0) {}
+
+  Status Copy(double* seconds) override {
+    *seconds = Clocked([this] {
+      for (size_t at = 0; at < source_.size(); at += target_.size()) {
+        std::memcpy(target_.data(), source_.data() + at, target_.size());
+      }
+    });
+    return Status::Ok();
+  }
+
+ private:
+  std::vector<char> source_, target_;
+};
+
 }  // namespace
 
-Status MeasureCopy(int64_t, int64_t piece_bytes, int64_t pieces, int64_t passes,
-                   double* seconds) {
-  std::vector<char> source, target;
+Status Link::Open(int64_t, int64_t piece_bytes, int64_t pieces,
+                  std::unique_ptr<Link>* link) {
   try {
-    source.assign(piece_bytes * pieces, 1);
-    target.assign(piece_bytes, 0);
+    *link = std::make_unique<HostLink>(piece_bytes, pieces);
   } catch (const std::bad_alloc&) {
     return OutOfMemory(piece_bytes * (pieces + 1));
   }
-  Time(passes, seconds, [&] {
-    for (int64_t i = 0; i < pieces; ++i) {
-      std::memcpy(target.data(), source.data() + i * piece_bytes, piece_bytes);
-    }
-  });
   return Status::Ok();
 }
 
@@ -54,11 +62,13 @@ Status MeasureRead(int64_t, int64_t bytes, int64_t passes, double* seconds) {
     return OutOfMemory(bytes);
   }
   volatile uint64_t sum = 0;  // keeps the compiler from leaving the reads out
-  Time(passes, seconds, [&] {
-    uint64_t read = 0;
-    for (const uint64_t word : words) read += word;
-    sum = read;
-  });
+  const auto read = [&] {
+    uint64_t folded = 0;
+    for (const uint64_t word : words) folded += word;
+    sum = folded;
+  };
+  read();
+  for (int64_t i = 0; i < passes; ++i) seconds[i] = Clocked(read);
   return Status::Ok();
 }
 

@@ -1,5 +1,7 @@
 """What measures and what it is measured with, on the emulated device."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,12 @@ import pytest
 from steps import inputs, placement_of, replaced
 
 from kvjax.config import MIB
+from kvjax.delivery.placement import make_mesh
 from kvjax.delivery.ring import Ring
 from kvjax.measurement import (
     device_memory,
     link_rate,
+    link_rates,
     measure_costs,
     provenance,
     random_cache,
@@ -57,6 +61,22 @@ def test_small_pieces_are_not_a_larger_copy():
     assert 1e7 < rate < 1e13
 
 
+def test_devices_copy_once_all_have_their_memory():
+    """What others are waited for is no part of a pass: 3 MB/s if it were."""
+    called = []
+
+    def start():
+        called.append(time.sleep(0.3))
+
+    sizes = dict(piece_bytes=MIB, total_bytes=3 * MIB, passes=2)
+    rates = link_rates(jax.devices()[:3], **sizes, start=start)
+    assert len(rates) == 3 and called == [None]
+    assert min(rates) > 2e7
+    with pytest.raises(ValueError, match="cannot measure cpu:0, cpu:1: no .* bytes"):
+        link_rates(jax.devices()[:2], piece_bytes=1 << 50, start=start)
+    assert called == [None, None]  # who waits for the others' start isn't left waiting
+
+
 def test_memory_that_cannot_be_had_is_told():
     with pytest.raises(ValueError, match="cannot measure .* bytes to measure with"):
         read_rate(jax.devices()[0], total_bytes=1 << 60)
@@ -79,6 +99,18 @@ def test_random_cells_are_the_same_bits_wherever_they_lie(device_cells):
         np.testing.assert_array_equal(np.asarray(a.device), joined)
     first, second = wanted.layers[:2]
     assert not np.array_equal(np.asarray(first.device), np.asarray(second.device))
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_random_cells_are_the_same_bits_on_every_mesh(devices):
+    facts = dict(num_layers=1, num_kv_heads=2, device_cells=128, capacity=256)
+    alone = random_cache(placement_of(ring_id=705, **facts), [200])
+    mesh = make_mesh({"tp": devices})
+    split = random_cache(placement_of(ring_id=705, mesh=mesh, group=4, **facts), [200])
+    copies = max(1, devices // 2)  # 0 0 0 0 1 1 1 1 on eight devices
+    for one, many in zip(alone.layers[0], split.layers[0], strict=True):
+        wanted = np.repeat(np.asarray(one), copies, axis=2)
+        np.testing.assert_array_equal(np.asarray(many), wanted)
 
 
 def test_a_rewound_cache_repeats_its_steps():

@@ -1,0 +1,210 @@
+"""What bench_decode is asked for: meshes, rings, arms, cases; if there is room."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from decode_rows import Arm, Case
+from jax.sharding import Mesh
+
+from kvjax.advice import GB
+from kvjax.config import MIB, CacheConfig, RingConfig
+from kvjax.delivery.allocate import (
+    POOL_LIMIT,
+    available_host_bytes,
+    footprint,
+    pool_limit_bytes,
+)
+from kvjax.delivery.placement import Placement
+from kvjax.delivery.plan import Decline, plan_ring
+from kvjax.measurement import WARMUP, device_memory
+from kvjax.model.transformer import ModelConfig
+
+ARMS = ("device", "ordered", "pipelined", "xla")
+Meshes = dict[int, Mesh]  # by number of devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How long to measure; see the flags."""
+
+    tokens: int
+    waiting: int
+    repeats: int
+
+    @property
+    def cells(self) -> int:
+        """That a run adds to each sequence."""
+        return WARMUP + self.tokens + self.waiting
+
+
+def mesh_sizes(values: Sequence[str]) -> list[int]:
+    """Numbers of devices of "2", or of "tp=2"."""
+    texts = [value.removeprefix("tp=") for value in values]
+    sizes = [int(text) for text in texts if text.isdecimal()]
+    if not sizes or len(set(sizes)) < len(texts) or min(sizes) < 1:
+        raise ValueError(
+            f"--mesh must be numbers of devices, 3 or tp=3, each once, got "
+            f"{','.join(values)!r}"
+        )
+    return sizes
+
+
+def make_rings(
+    depths: Sequence[str], slots_mib: Sequence[str], budgets_mib: Sequence[str]
+) -> list[RingConfig]:
+    """A ring for each combination of the flags' values."""
+    return [
+        RingConfig(depth=d, slot_bytes=round(s * MIB), budget_bytes=round(b * MIB))
+        for d, s, b in itertools.product(
+            numbers("depth", depths),
+            numbers("slot_mib", slots_mib, float),
+            numbers("budget_mib", budgets_mib, float),
+        )
+    ]
+
+
+def make_arms(
+    names: Sequence[str],
+    device_cells: Sequence[str],
+    rings: list[RingConfig],
+    sizes: Sequence[int] = (1,),
+) -> list[Arm]:
+    """The arms in the order of ARMS; some once for each placement or ring, all once for
+    each mesh.
+    """
+    unknown = [name for name in names if name not in ARMS]
+    if unknown or not names:
+        raise ValueError(f"--arms must be of {', '.join(ARMS)}, got {unknown}")
+    for cells in device_cells:
+        if cells != "half" and not cells.isdecimal():
+            raise ValueError(f"--device_cells must be numbers or half, got {cells!r}")
+    if "xla" in names and [*sizes] != [1]:
+        raise ValueError(
+            "the arm xla runs on one device: leave it out, or give --mesh=1, got "
+            f"{','.join(map(str, sizes))}"
+        )
+    arms = [Arm(name="device")] if "device" in names else []
+    for cells in device_cells:
+        if "ordered" in names:
+            arms.append(
+                Arm(name="ordered", device_cells=cells, ring=replace(rings[0], depth=0))
+            )
+        if "pipelined" in names:
+            arms += [Arm(name="pipelined", device_cells=cells, ring=r) for r in rings]
+    if "xla" in names:
+        arms.append(Arm(name="xla", device_cells="0"))
+    return [replace(arm, devices=size) for size in sizes for arm in arms]
+
+
+def make_case(
+    cells: int, batch: int, ragged: bool, capacity: int | None, effort: Effort
+) -> Case:
+    lengths = [cells] * batch
+    if ragged:  # evenly from half to one and a half, in no order
+        spaced = np.linspace(0.5 * cells, 1.5 * cells, batch).round().astype(int)
+        lengths = np.random.default_rng(0).permutation(spaced).tolist()
+    needed = max(lengths) + effort.cells
+    if capacity is not None and capacity < needed:
+        raise ValueError(
+            f"--capacity must be at least {needed} ({max(lengths)} cells and "
+            f"{effort.cells} tokens), got {capacity}"
+        )
+    return Case(cells=cells, lengths=tuple(lengths), capacity=capacity or needed)
+
+
+def cache_config(arm: Arm, case: Case, config: ModelConfig, dtype: str) -> CacheConfig:
+    return CacheConfig(
+        num_layers=config.num_layers,
+        batch_size=len(case.lengths),
+        capacity=case.capacity,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        device_cells=arm.cells_on_device(case),
+    )
+
+
+def place_cells(
+    arm: Arm, case: Case, config: ModelConfig, meshes: Meshes, dtype: str
+) -> Placement:
+    cache = cache_config(arm, case, config, dtype)
+    mesh = meshes[arm.devices]
+    return Placement(config=cache, num_heads=config.num_heads, mesh=mesh)
+
+
+def check_case(
+    arms: list[Arm],
+    case: Case,
+    config: ModelConfig,
+    meshes: Meshes,
+    dtype: str,
+    weights: str,
+) -> None:
+    """Refuses what cannot run before anything is loaded or pinned.
+
+    The first device is in every mesh and the caches of all arms live together, so it
+    holds a share of each. The processes of a job are taken to run on one host.
+
+    Raises:
+      ValueError: an arm has no tail or no ring, or memory is short.
+    """
+    places = {arm: place_cells(arm, case, config, meshes, dtype) for arm in arms}
+    for arm, placement in places.items():
+        check_tail(arm, case, placement)
+    needs = {placement: footprint(placement) for placement in places.values()}
+    itemsize = jnp.dtype(weights).itemsize
+    on_device = sum(-(-config.num_parameters * itemsize // n) for n in meshes)
+    on_device += sum(need.device_bytes for need in needs.values())
+    pinned = sum(need.tail_bytes for need in needs.values())
+    on_host = sum(need.tail_bytes * place.mesh.size for place, need in needs.items())
+    limit = pool_limit_bytes()
+    if pinned > limit:
+        raise ValueError(
+            f"{case.name} needs {pinned} bytes of pinned memory for each device for "
+            f"the tails of all arms, XLA's pool allows {limit}: set {POOL_LIMIT} (GiB) "
+            f"above {pinned >> 30} before jax starts, lower --cells or --batch, or "
+            "leave arms out"
+        )
+    device = next(iter(meshes.values())).local_devices[0]
+    for what, need, free in (
+        ("device", on_device, free_device_bytes(device)),
+        ("host", on_host, available_host_bytes()),
+    ):
+        if need > free:
+            raise ValueError(
+                f"{case.name} needs {need / GB:.1f} GB of {what} memory for weights "
+                f"and the cells of all arms, {free / GB:.1f} GB are free: lower "
+                "--cells or --batch, or leave arms out"
+            )
+
+
+def check_tail(arm: Arm, case: Case, placement: Placement) -> None:
+    """Raises ValueError if an arm that is to be delivered to cannot be."""
+    if arm.ring is None:
+        return
+    plan = plan_ring(placement, replace(arm.ring, depth=arm.ring.depth or 1))
+    if isinstance(plan, Decline):
+        raise ValueError(f"{arm.label} cannot run at {case.name}: {plan.reason}")
+
+
+def free_device_bytes(device: jax.Device) -> int:
+    """What XLA may still allocate."""
+    stats = device.memory_stats()
+    if stats is None:
+        return device_memory(device).free_bytes
+    return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def numbers(flag: str, values: Sequence[str], kind: type = int) -> list:
+    """The numbers of a list flag."""
+    try:
+        found = [kind(value) for value in values]
+    except ValueError as error:
+        raise ValueError(f"--{flag} must be numbers, got {list(values)}") from error
+    if not found or min(found) < 0:
+        raise ValueError(f"--{flag} must be numbers from 0 on, got {list(values)}")
+    return found
