@@ -105,6 +105,9 @@ class Step:
         """Encodes and appends the step's keys and values, then attends
         (delivery/ffi.py).
 
+        With fewer kv heads than devices k and v may also come as they are stored:
+        each head once for every device that reads it.
+
         Raises:
           ValueError: the cache has no such layer or window, its heads or head sizes are
             others, or a transformation was entered since begin.
@@ -189,7 +192,7 @@ def _check_heads(placement: Placement, q: Array, k: Array) -> None:
     config = placement.config
     want = (placement.num_heads, config.head_dim, config.num_kv_heads)
     got = (*q.shape[2:], k.shape[2])
-    if got != want:
+    if got not in (want, (*want[:2], placement.stored_heads)):
         raise ValueError(
             f"the placement has {want[0]} query heads of {want[1]} and {want[2]} kv "
             f"heads, got q {list(q.shape)} and k {list(k.shape)}"
