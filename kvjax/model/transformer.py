@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 
 from kvjax.cache.state import Cache
 from kvjax.config import check_range
@@ -396,7 +396,7 @@ class Transformer(nnx.Module):
         tokens: Int[Array, "B T"],
         cache: Cache,
         placement: Placement,
-        num_new: Int[Array, " B"] | None = None,
+        num_new: Int[Array, " B"] | Bool[Array, " B"] | None = None,
         *,
         logits: str = "last",
     ) -> tuple[Float[Array, "B *T V"], Cache]:
@@ -406,7 +406,8 @@ class Transformer(nnx.Module):
           tokens: New tokens, each sequence's own from the left.
           cache: Donate it in the outermost jit.
           placement: Of the cache, on the mesh that the weights lie on.
-          num_new: How many of the T tokens each sequence really has; None = all.
+          num_new: How many of the T tokens each sequence really has; None = all. Or
+            whether it has its first.
           logits: "last" = at each sequence's last real token (at its first, meaningless
             one where it has none); "all" = at every token.
 
@@ -534,12 +535,12 @@ def rotate(
 
 
 def last(
-    x: Float[Array, "B T D"], num_new: Int[Array, " B"] | None
+    x: Float[Array, "B T D"], num_new: Int[Array, " B"] | Bool[Array, " B"] | None
 ) -> Float[Array, "B D"]:
     """Each sequence's last real token."""
     if num_new is None or x.shape[1] == 1:
         return x[:, -1]
-    index = jnp.maximum(num_new - 1, 0)[:, None, None]
+    index = jnp.maximum(num_new.astype(jnp.int32) - 1, 0)[:, None, None]
     return jnp.take_along_axis(x, index, axis=1)[:, 0]
 
 
