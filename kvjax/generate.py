@@ -108,7 +108,9 @@ def _keys(seed: UInt32[Array, ""], lengths: Int[Array, " B"]) -> Key[Array, " B"
 def _goes_on(
     running: Bool[Array, " B"], tokens: Int[Array, " B"], stops: Int[Array, " n"]
 ) -> Bool[Array, " B"]:
-    return running & ~(tokens[:, None] == stops).any(axis=1)
+    for stop in stops:  # not reduced over them: XLA makes one kernel of the rest, too
+        running = running & (tokens != stop)
+    return running
 
 
 class Decoder:
@@ -123,7 +125,7 @@ class Decoder:
         first(logits [B, V], lengths [B], seed [], sampling=)
             -> tokens [B]
         step(leaves, cache, tokens [B], running [B], stops [n], seed [], sampling=)
-            -> tokens [B], running [B], cache
+            -> cache, tokens [B], running [B]
         steps(leaves, cache, tokens [B], running [B], stops [n], seed [],
               sampling=, limit=)
             -> fed [B, limit], count [], cache
@@ -155,7 +157,7 @@ class Decoder:
             self._step,
             donate_argnames="cache",
             static_argnames="sampling",
-            out_shardings=(every, every, cells),
+            out_shardings=(cells, every, every),
         )
         self.steps = jax.jit(
             self._steps,
@@ -185,11 +187,14 @@ class Decoder:
 
         A sequence that is fed a stop token stops: neither that token nor any after it
         takes a cell, so lengths are right however far the device has run ahead.
+
+        The cache comes first: jax gives the memory of the lengths to the first result
+        of their shape, which are then updated in place.
         """
         running = _goes_on(running, tokens, stops)
         fed = jnp.where(running, tokens, 0)[:, None]
-        logits, cache = self._forward(leaves, cache, fed, running.astype(jnp.int32))
-        return sample(logits, _keys(seed, cache.lengths), sampling), running, cache
+        logits, cache = self._forward(leaves, cache, fed, running)
+        return cache, sample(logits, _keys(seed, cache.lengths), sampling), running
 
     def _steps(self, leaves, cache, tokens, running, stops, seed, *, sampling, limit):
         """Steps until all have stopped or been fed `limit` tokens; returns those."""
@@ -200,7 +205,7 @@ class Decoder:
 
         def body(state):
             count, tokens, running, cache, fed = state
-            made, running, cache = self._step(
+            cache, made, running = self._step(
                 leaves, cache, tokens, running, stops, seed, sampling=sampling
             )
             fed = fed.at[:, count].set(jnp.where(running, tokens, NO_TOKEN))
@@ -361,7 +366,7 @@ def _decode_by_step(decoder, args, sampling, limit, outputs, clock):
         clock.compile(decoder.step, *args, sampling=sampling)
         for count in range(1, limit + 1):
             fed = tokens
-            tokens, running, cache = decoder.step(
+            cache, tokens, running = decoder.step(
                 leaves, cache, fed, running, stops, seed, sampling=sampling
             )
             if count > 1 and not outputs.take(np.asarray(fed)):

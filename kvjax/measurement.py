@@ -240,7 +240,7 @@ class DecodeStep:
 
     def __call__(self, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
         args = self._arguments(tokens, cache)
-        tokens, _, cache = self._step(*args, sampling=GREEDY)
+        cache, tokens, _ = self._step(*args, sampling=GREEDY)
         return tokens, cache
 
     def compile(self, tokens: Array, cache: Cache) -> jax.stages.Compiled:

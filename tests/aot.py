@@ -173,7 +173,7 @@ def arguments(case: Case, placement: Placement) -> tuple[dict, dict]:
 def lower(case: Case) -> jax.stages.Lowered:
     """Traces the decoder's own jitted function on shapes, and lowers it for CUDA."""
     placement = case.place()
-    model = Transformer(MODEL, dtype="bfloat16")
+    model = Transformer(MODEL, dtype="bfloat16", axis_size=case.num_devices)
     decoder = Decoder(model, placement, chunk=CHUNK)
     lie = jax.tree.leaves(shardings(model, placement.mesh))
     leaves = [array(w.shape, w.dtype, s) for w, s in zip(decoder.leaves, lie)]

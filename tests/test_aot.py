@@ -170,6 +170,35 @@ def test_nothing_reads_a_weight_before_begin(case, programs):
     assert behind
 
 
+@over([case for case in CASES if case.function == "step" and part_bytes(case)[1]])
+def test_one_kernel_runs_before_begin(case, programs):
+    """What the tokens need. All else waits, and is captured in the first graph."""
+    calls, before = programs[case].calls, []
+    for op in programs[case].step.values():
+        if op.name == calls[0].name:
+            break
+        before += [op.name] * (op.opcode not in hlo.NAMES)
+    assert len(before) == 1
+
+
+@over([case for case in CASES if case.function == "step"])
+def test_a_decode_step_copies_nothing(case, programs):
+    """Not even lengths and stamp, a few bytes: each copy is a kernel."""
+    ops = programs[case].step.values()
+    assert [op.name for op in ops if op.opcode.startswith("copy")] == []
+
+
+@over([case for case in CASES if case.function == "step"])
+def test_a_layers_norm_is_sliced_within_its_kernel(case, programs):
+    step = programs[case].step
+    shape = f"bf16[{2 * MODEL.num_layers + 1},{MODEL.width}]"
+    (norms,) = [op.name for op in step.values() if op.shape.startswith(shape)]
+    readers = [op for op in step.values() if norms in op.operands]
+    assert len(readers) >= 2 * MODEL.num_layers + 1
+    for op in readers:
+        assert op.opcode == "fusion" and "wrapped_" not in op.rest, op
+
+
 @over([case for case in CASES if case.function != "prefill"])
 def test_a_decode_step_makes_no_large_array(case, programs):
     """Weights and cells are read where they lie: not copied, transposed or gathered."""

@@ -353,7 +353,8 @@ def test_quantised_tensors_are_read_as_gguf_dequantises_them(tmp_path):
     }
     model, _ = checkpoint.load(file, dtype="float32")
     assert_same_bits(model.embedding[...], rounded["embedding"])
-    assert_same_bits(model.layers[0].q[...].reshape(96, 96), rounded["0.q"])
+    queries = model.layers[0].qkv[:, :-2]
+    assert_same_bits(queries.reshape(96, 96), rounded["0.q"])
 
 
 def test_unpermute_undoes_the_converters_order():
@@ -363,25 +364,29 @@ def test_unpermute_undoes_the_converters_order():
     np.testing.assert_array_equal(checkpoint.unpermute(stored, 2), rows)
 
 
-def test_a_split_load_puts_each_shard_on_its_device_only(tmp_path):
+@pytest.mark.parametrize("size", [2, 6])
+def test_a_split_load_puts_each_shard_on_its_device_only(tmp_path, size):
+    """Six query and two kv heads; on six devices three hold each kv head."""
     config = CASES["qwen2"]
     weights = random_weights(config)
     folder = write_hf(tmp_path / "model", config, weights)
-    mesh = make_mesh({"tp": 2})
+    mesh = make_mesh({"tp": size})
     model, _ = checkpoint.load(folder, dtype="float32", mesh=mesh)
-    shards = model.layers[0].kv.addressable_shards
-    assert [shard.data.shape for shard in shards] == [(1, 2, 16, 96)] * 2
-    keys = weights["0.k"].reshape(2, 16, 96)
-    for head, shard in enumerate(shards):
-        assert shard.device == mesh.devices[head]
-        assert_same_bits(shard.data[0, 0], keys[head])
+    q, k, v = (weights[f"0.{role}"].reshape(-1, 16, 96) for role in "qkv")
+    group = 6 // size
+    for i, shard in enumerate(model.layers[0].qkv.addressable_shards):
+        assert shard.device == mesh.devices[i]
+        assert shard.data.shape == (1, group + 2, 16, 96)
+        queries, kv = q[i * group : (i + 1) * group], i * 2 // size
+        wanted = np.stack([*queries, k[kv], v[kv]])
+        assert_same_bits(shard.data[0], wanted)
     assert_close(logits_of(model, mesh=mesh), oracle_logits(config, weights, TOKENS))
 
 
 def test_progress_counts_every_array(tmp_path):
     folder, seen = write_hf(tmp_path / "model", SMALL, random_weights(SMALL)), []
     checkpoint.load(folder, dtype="float32", progress=lambda *n: seen.append(n))
-    assert seen == [(i + 1, 16) for i in range(16)]
+    assert seen == [(i + 1, 10) for i in range(10)]
 
 
 def test_an_opened_checkpoint_is_read_without_opening_it_again(tmp_path):

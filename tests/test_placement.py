@@ -45,6 +45,7 @@ def test_heads_are_repeated_next_to_themselves():
     heads = np.arange(2, dtype=np.float32)[None, None, :, None] * np.ones((1, 3, 1, 8))
     expanded = placement.expand_heads(jax.numpy.asarray(heads, "float32"))
     assert expanded[0, 0, :, 0].tolist() == [0, 0, 1, 1]
+    assert placement.expand_heads(expanded) is expanded
     single = dataclasses.replace(placement, mesh=make_mesh())
     assert single.expand_heads(expanded) is expanded
 

@@ -22,6 +22,7 @@ from kvjax.model.transformer import (
     LLAMA31_ROPE,
     ModelConfig,
     Transformer,
+    head_rows,
     random_model,
     shardings,
     split,
@@ -222,7 +223,7 @@ def test_last_logits_are_those_at_the_last_real_token(mesh1):
 @pytest.mark.parametrize(
     "config, sizes",
     [
-        (TINY, {"tp": 4}),  # two kv heads: k and v weights lie whole on each device
+        (TINY, {"tp": 4}),  # two kv heads: each is held by two devices
         (WIDE, {"tp": 8}),
         (WIDE, {"replica": 2, "tp": 4}),
         (ODD, {"tp": 2}),  # vocabulary and mlp of odd size lie whole
@@ -261,27 +262,51 @@ def test_parameters_lie_where_their_sharding_says():
     layer = model.layers[1]
     specs = {
         name: tuple(getattr(layer, name).sharding.spec)
-        for name in ("attn_norm", "q", "kv", "o", "gate_up", "down")
+        for name in ("qkv", "o", "gate_up", "down")
     }
     assert specs == {
-        "attn_norm": (None,),
-        "q": ("tp", None, None),
-        "kv": (None, None, None, None),  # two kv heads on four devices
+        "qkv": ("tp", None, None, None),
         "o": (None, "tp", None),
         "gate_up": ("tp", None, None),
         "down": (None, "tp"),
     }
+    assert tuple(model.vectors.norms.sharding.spec) == (None, None)
     assert tuple(model.embedding.sharding.spec) == ("tp", None)
-    assert layer.q.addressable_shards[0].data.shape == (2, 64, 256)
+    # Two queries, a key and a value: with two kv heads on four devices two have each.
+    assert layer.qkv.addressable_shards[0].data.shape == (1, 2 + 2, 64, 256)
+
+
+def test_head_rows_are_those_drawn():
+    assert head_rows(4, 2, 2).tolist() == [[0, 1, 4, 6], [2, 3, 5, 7]]
+    four = [[0, 4, 6], [1, 4, 6], [2, 5, 7], [3, 5, 7]]
+    assert head_rows(4, 2, 4).tolist() == four
+
+
+def heads_of(config: ModelConfig, rows: np.ndarray) -> np.ndarray:
+    """The heads in qkv or its bias, each once, in the order of head_rows."""
+    numbers = head_rows(config.num_heads, config.num_kv_heads, len(rows))
+    heads = np.zeros((numbers.max() + 1, *rows.shape[2:]), rows.dtype)
+    heads[numbers] = rows
+    assert_same_bits(heads[numbers], rows)  # copies are equal
+    return heads
 
 
 def test_random_weights_do_not_depend_on_the_mesh():
-    leaves = [
-        split(random_model(TINY, 11, dtype="bfloat16", mesh=make_mesh({"tp": size})))[1]
+    config = replace(TINY, qkv_bias=True, qk_norm=True)
+    one, four = (
+        random_model(config, 11, dtype="bfloat16", mesh=make_mesh({"tp": size}))
         for size in (1, 4)
-    ]
-    for one, four in zip(*leaves):
-        assert_same_bits(four, one)
+    )
+    for layer in range(config.num_layers):
+        qkv = [heads_of(config, np.asarray(m.layers[layer].qkv)) for m in (one, four)]
+        assert_same_bits(*qkv)
+        biases = [np.asarray(m.vectors.qkv_bias)[layer] for m in (one, four)]
+        assert_same_bits(*(heads_of(config, bias) for bias in biases))
+    same = [a.shape == b.shape for a, b in zip(split(one)[1], split(four)[1])]
+    assert same.count(False) == config.num_layers + 1  # these
+    for a, b in zip(split(one)[1], split(four)[1]):
+        if a.shape == b.shape:
+            assert_same_bits(a, b)
 
 
 def test_bfloat16_stays_near_float32(mesh1):
@@ -371,7 +396,7 @@ def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones():
 def test_a_model_is_cut_into_arrays_and_put_together_again():
     model = random_model(TINY)
     skeleton, leaves = split(model)
-    assert len(leaves) == 7 * TINY.num_layers + 2
+    assert len(leaves) == 4 * TINY.num_layers + 2
     assert hash(skeleton) == hash(split(model)[0])
     again = skeleton.merge(leaves)
     assert again.config == TINY
@@ -425,6 +450,9 @@ def test_a_model_rejects_another_models_placement_and_unknown_words(mesh1):
         ValueError, match=r"\(2, 8, 2, 64\), the placement is of \(2, 16"
     ):
         model(tokens, cache, placement)
+    four = placement_of(TINY, make_mesh({"tp": 4}))
+    with pytest.raises(ValueError, match="stores 2 kv heads, on 4 .* axis_size=4"):
+        model(tokens, init_cache(four), four)
     with pytest.raises(ValueError, match='"last" or "all", got \'first\''):
         model(tokens, cache, placement_of(TINY, mesh1), logits="first")
     with pytest.raises(ValueError, match="dtype must be one of .* got 'float16'"):

@@ -218,7 +218,7 @@ def begin(
             _result(stamp),
         )
         return _call(
-            "begin", results, {0: 0}, (tokens, lengths, stamp, *tails), **attrs
+            "begin", results, {0: 0, 2: 2}, (tokens, lengths, stamp, *tails), **attrs
         )
 
     each = placement.device_spec

@@ -58,7 +58,7 @@ class Placement:
     @property
     def stored_heads(self) -> int:
         """Heads on the stored K axis: K, or the axis size if that is larger."""
-        return max(self.config.num_kv_heads, self.axis_size)
+        return stored_heads(self.num_heads, self.config.num_kv_heads, self.axis_size)
 
     @property
     def local_heads(self) -> int:
@@ -98,9 +98,13 @@ class Placement:
         return jax.lax.with_sharding_constraint(x, self.sharding(spec))
 
     def expand_heads(self, x: Array) -> Array:
-        """Repeats new keys or values [B, T, K, H] to the stored heads [B, T, K', H]."""
+        """Repeats new keys or values [B, T, K, H] to the stored heads [B, T, K', H].
+
+        Those that come as they are stored are returned.
+        """
         repeats = self.stored_heads // self.config.num_kv_heads
-        return x if repeats == 1 else jnp.repeat(x, repeats, axis=2)
+        stored = repeats == 1 or x.shape[2] == self.stored_heads
+        return x if stored else jnp.repeat(x, repeats, axis=2)
 
 
 def check_heads(num_heads: int, num_kv_heads: int, axis_size: int) -> None:
@@ -122,6 +126,16 @@ def check_heads(num_heads: int, num_kv_heads: int, axis_size: int) -> None:
             f"{num_heads} query and {num_kv_heads} kv heads cannot be split over "
             f"{axis_size} devices; axis sizes that work: {sizes}"
         )
+
+
+def stored_heads(num_heads: int, num_kv_heads: int, axis_size: int) -> int:
+    """K': kv heads that an axis of so many devices stores, at least one for each.
+
+    Raises:
+      ValueError: the axis cannot split the heads.
+    """
+    check_heads(num_heads, num_kv_heads, axis_size)
+    return max(num_kv_heads, axis_size)
 
 
 def device_bytes(placement: Placement) -> tuple[int, int]:

@@ -11,7 +11,7 @@ All of it is traced inside the caller's jit, which donates the cache.
 import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.formats import encode
 from kvjax.cache.state import Cache, LayerCells
@@ -48,7 +48,7 @@ class Step:
         placement: Placement,
         cache: Cache,
         tokens: Int[Array, "B T"],
-        num_new: Int[Array, " B"] | None = None,
+        num_new: Int[Array, " B"] | Bool[Array, " B"] | None = None,
         attends: tuple[tuple[int, int | None], ...] | None = None,
     ) -> tuple[Int[Array, "B T"], "Step"]:
         """Starts a step.
@@ -57,7 +57,8 @@ class Step:
           placement: Of this cache.
           cache: The cache as it was before the step.
           tokens: The step's tokens, each sequence's own from the left.
-          num_new: How many of the T tokens each sequence really has; None = all.
+          num_new: How many of the T tokens each sequence really has; None = all. Or
+            whether it has its first.
           attends: (layer, window) of each attend to come; None = each layer once, no
           window.
 
@@ -73,22 +74,19 @@ class Step:
         _check_batch(placement, tokens, num_new)
         if num_new is None:
             num_new = jnp.full(num_seqs, width, jnp.int32)
-        if placement.backend == "native":
-            tokens, num_new = ffi.once(tokens), ffi.once(num_new)
-            cache = cache._replace(lengths=ffi.once(cache.lengths))
-        step = cls(placement, cache, num_new, width)
         if attends is None:
             attends = tuple((i, None) for i in range(len(cache.layers)))
         for layer, window in attends:
             _check_attend(placement, layer, window)
-        has_tail = any(cells.tail is not None for cells in cache.layers)
+        ticket = None
         if placement.backend == "native":
-            if has_tail:
-                tokens, step._ticket, step._stamp = ffi.begin(
-                    placement, tokens, cache.lengths, cache.stamp, cache.layers, attends
-                )
-            else:
-                step._ticket = step._stamp[:, 0].astype(jnp.int32)
+            tokens, num_new = ffi.once(tokens), ffi.once(num_new)
+            cache = cache._replace(lengths=ffi.once(cache.lengths))
+            tokens, num_new, cache, ticket = _begin(
+                placement, tokens, num_new, cache, attends
+            )
+        step = cls(placement, cache, num_new.astype(jnp.int32), width)
+        step._ticket = ticket
         return tokens, step
 
     def attend(
@@ -104,6 +102,9 @@ class Step:
     ) -> Float[Array, "B T N Hv"]:
         """Encodes and appends the step's keys and values, then attends
         (delivery/ffi.py).
+
+        With fewer kv heads than devices k and v may also come as they are stored:
+        each head once for every device that reads it.
 
         Raises:
           ValueError: the cache has no such layer or window, its heads or head sizes are
@@ -138,6 +139,8 @@ class Step:
             place, layer, q, rows, cells, self._lengths, self._where, self._ticket,
             scale=scale, window=window, soft_cap=soft_cap,
         )  # fmt: skip
+        # The last attend reads the lengths before `end` writes them: else XLA copies.
+        out, self._lengths = jax.lax.optimization_barrier((out, self._lengths))
         return out
 
     def _append(self, layer: int, rows: Float[Array, "B T K R"]) -> LayerCells:
@@ -167,6 +170,27 @@ class Step:
         return Cache(tuple(self._layers), lengths, self._stamp)
 
 
+def _begin(
+    placement: Placement,
+    tokens: Int[Array, "B T"],
+    num_new: Int[Array, " B"] | Bool[Array, " B"],
+    cache: Cache,
+    attends: tuple[tuple[int, int | None], ...],
+) -> tuple[Array, Array, Cache, Int[Array, " devices"]]:
+    """Calls begin if there is a tail: what comes in, with its stamp, and the ticket.
+
+    num_new too comes out behind begin: what is computed of it then lies in XLA's first
+    graph. Before begin, which no graph takes, each small kernel is a launch of its own.
+    """
+    if all(cells.tail is None for cells in cache.layers):
+        return tokens, num_new, cache, cache.stamp[:, 0].astype(jnp.int32)
+    tokens, ticket, stamp = ffi.begin(
+        placement, tokens, cache.lengths, cache.stamp, cache.layers, attends
+    )
+    tokens, num_new = jax.lax.optimization_barrier((tokens, num_new))
+    return tokens, num_new, cache._replace(stamp=stamp), ticket
+
+
 def _check_batch(placement: Placement, tokens: Array, num_new: Array | None) -> None:
     num_seqs = placement.config.batch_size
     if tokens.shape[0] != num_seqs or (
@@ -189,7 +213,7 @@ def _check_heads(placement: Placement, q: Array, k: Array) -> None:
     config = placement.config
     want = (placement.num_heads, config.head_dim, config.num_kv_heads)
     got = (*q.shape[2:], k.shape[2])
-    if got != want:
+    if got not in (want, (*want[:2], placement.stored_heads)):
         raise ValueError(
             f"the placement has {want[0]} query heads of {want[1]} and {want[2]} kv "
             f"heads, got q {list(q.shape)} and k {list(k.shape)}"

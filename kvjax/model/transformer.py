@@ -1,11 +1,12 @@
 r"""A decoder of the Llama family in Flax NNX that reads its cache through a `Step`.
 
-    x --- norm --- q, kv --- rope --- attend --- o ---(+)--- norm --- mlp ---(+)--- x
-      \__________________________________________/  \_______________________/
+    x --- norm --- qkv --- rope --- attend --- o ---(+)--- norm --- mlp ---(+)--- x
+      \________________________________________/  \_______________________/
 
-Weights are few and large, since every array costs a little in every dispatch, and lie
-[out, in], so that a decode step reads them along memory. Matrix products take operands
-in the weights' dtype and return float32; all else, x too, is float32.
+Weights are few and large, since every array costs a little in every dispatch: four a
+layer, and what is short in one array for all layers. They lie [out, in], so that a
+decode step reads them along memory. Matrix products take operands in the weights' dtype
+and return float32; all else, x too, is float32.
 """
 
 import functools
@@ -21,11 +22,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 
 from kvjax.cache.state import Cache
 from kvjax.config import check_range
-from kvjax.delivery.placement import Placement, make_mesh
+from kvjax.delivery.placement import Placement, make_mesh, stored_heads
 from kvjax.model.attention import Step
 
 WEIGHT_DTYPES = ("bfloat16", "float32")
@@ -242,6 +243,7 @@ def weight(
     dtype: str,
     *shape: int,
     split: int | None = None,
+    heads: int | None = None,
     mean: float = 0.0,
     std: float,
 ) -> nnx.Param:
@@ -251,6 +253,7 @@ def weight(
       dtype: Of the array.
       *shape: Of the array.
       split: The axis that tensor parallelism splits, where its size allows.
+      heads: The axis from which two hold heads as in `head_rows`.
       mean: Of random values.
       std: Of random values.
     """
@@ -259,60 +262,99 @@ def weight(
         jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)),
         out_sharding=spec,
         eager_sharding=False,
+        heads=heads,
         mean=mean,
         std=std,
     )
 
 
+def head_rows(num_heads: int, num_kv_heads: int, stored: int) -> np.ndarray:
+    """Which heads lie together in qkv: a kv head's queries, its key, its value.
+
+    Heads are numbered query by query, then key by key, then value by value. With four
+    query and two kv heads (q 0-3, k 4-5, v 6-7), stored for two and for four devices:
+
+        0 1 4 6      0 4 6
+        2 3 5 7      1 4 6
+                     2 5 7
+                     3 5 7
+
+    Args:
+      num_heads: N.
+      num_kv_heads: K.
+      stored: K', kv heads that are stored: K, or a multiple of it.
+
+    Returns:
+      Numbers [K', N / K' + 2].
+    """
+    queries = np.arange(num_heads).reshape(stored, -1)
+    keys = np.repeat(num_heads + np.arange(num_kv_heads), stored // num_kv_heads)
+    return np.column_stack([queries, keys, keys + num_kv_heads])
+
+
+class Vectors(nnx.Module):
+    """What is short, all layers in one array of a kind.
+
+    Attributes:
+      norms: [2 L + 1, D]: before attention and before the mlp of each layer; the last.
+      head_norms: [L, 2, H], of q and of k (Qwen3), or None.
+      qkv_bias: [L, K', G + 2, H], a number for each output of qkv (Qwen2), or None.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: str, stored: int):
+        L, H, group = config.num_layers, config.head_dim, config.num_heads // stored
+        norm = dict(mean=1.0, std=0.1)
+        self.norms = weight(dtype, 2 * L + 1, config.width, **norm)
+        self.head_norms = weight(dtype, L, 2, H, **norm) if config.qk_norm else None
+        bias = weight(dtype, L, stored, group + 2, H, split=1, heads=1, std=0.1)
+        self.qkv_bias = bias if config.qkv_bias else None
+
+
 class Layer(nnx.Module):
     """One block: attention, then the gated mlp, each behind a norm and a residual."""
 
-    def __init__(self, config: ModelConfig, dtype: str):
-        D, F, H = config.width, config.mlp_width, config.head_dim
-        N, K = config.num_heads, config.num_kv_heads
+    def __init__(self, config: ModelConfig, dtype: str, stored: int):
+        D, F, H, N = config.width, config.mlp_width, config.head_dim, config.num_heads
         self.eps, self.scale = config.norm_eps, H**-0.5
-        norm = dict(mean=1.0, std=0.1)
-        bias, qk_norm = config.qkv_bias, config.qk_norm
-        self.attn_norm = weight(dtype, D, **norm)
-        self.q = weight(dtype, N, H, D, split=0, std=D**-0.5)
-        self.kv = weight(dtype, K, 2, H, D, split=0, std=D**-0.5)
-        self.q_bias = weight(dtype, N, H, split=0, std=0.1) if bias else None
-        self.kv_bias = weight(dtype, K, 2, H, split=0, std=0.1) if bias else None
-        self.q_norm = weight(dtype, H, **norm) if qk_norm else None
-        self.k_norm = weight(dtype, H, **norm) if qk_norm else None
+        shape = (stored, N // stored + 2, H, D)  # rows as in head_rows
+        self.qkv = weight(dtype, *shape, split=0, heads=0, std=D**-0.5)
         self.o = weight(dtype, D, N, H, split=1, std=(N * H) ** -0.5)
-        self.mlp_norm = weight(dtype, D, **norm)
         self.gate_up = weight(dtype, F, 2, D, split=0, std=D**-0.5)
         self.down = weight(dtype, D, F, split=1, std=F**-0.5)
 
     def __call__(
-        self, index: int, x: Float[Array, "B T D"], rotation: Rotation, step: Step
+        self,
+        index: int,
+        x: Float[Array, "B T D"],
+        vectors: Vectors,
+        rotation: Rotation,
+        step: Step,
     ) -> Float[Array, "B T D"]:
-        q, k, v = self.qkv(rms_norm(x, self.attn_norm, self.eps))
+        y = rms_norm(x, vectors.norms[2 * index], self.eps)
+        q, k, v = self.project(index, y, vectors)
         q, k = rotate(q, rotation), rotate(k, rotation)
-        y = step.attend(index, q.astype(self.q.dtype), k, v, scale=self.scale)
+        y = step.attend(index, q.astype(self.qkv.dtype), k, v, scale=self.scale)
         x = x + summed(y, self.o, step.placement, num_in=2)
 
-        y = rms_norm(x, self.mlp_norm, self.eps)
+        y = rms_norm(x, vectors.norms[2 * index + 1], self.eps)
         gate_up = product(y, self.gate_up)  # [B, T, F, 2]
         y = jax.nn.silu(gate_up[..., 0]) * gate_up[..., 1]
         return x + summed(y, self.down, step.placement)
 
-    def qkv(
-        self, x: Float[Array, "B T D"]
+    def project(
+        self, index: int, x: Float[Array, "B T D"], vectors: Vectors
     ) -> tuple[
         Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]
     ]:
-        """Queries, keys and values before RoPE."""
-        q = product(x, self.q)
-        kv = product(x, self.kv)  # [B, T, K, 2, H]
-        if self.q_bias is not None:
-            q = q + self.q_bias[...].astype(jnp.float32)
-            kv = kv + self.kv_bias[...].astype(jnp.float32)
-        k, v = kv[:, :, :, 0], kv[:, :, :, 1]
-        if self.q_norm is not None:
-            q = rms_norm(q, self.q_norm, self.eps)
-            k = rms_norm(k, self.k_norm, self.eps)
+        """Queries, keys and values before RoPE; of the kv heads as they are stored."""
+        y = product(x, self.qkv)  # [B, T, K', G + 2, H]
+        if vectors.qkv_bias is not None:
+            y = y + vectors.qkv_bias[index].astype(jnp.float32)
+        q, k, v = y[..., :-2, :], y[..., -2, :], y[..., -1, :]
+        q = q.reshape(*q.shape[:2], -1, q.shape[-1])
+        if vectors.head_norms is not None:
+            of_q, of_k = vectors.head_norms[index]
+            q, k = rms_norm(q, of_q, self.eps), rms_norm(k, of_k, self.eps)
         return q, k, v
 
 
@@ -322,20 +364,31 @@ class Transformer(nnx.Module):
     As constructed its parameters hold shapes only: `random_model` and `checkpoint.load`
     return one with arrays.
 
+    Args:
+      config: What it computes.
+      dtype: Of the weights: "float32" or "bfloat16".
+      axis_size: Devices that split the heads; where there are more than kv heads, qkv
+        holds each kv head once for every device that reads it.
+
     Attributes:
       step_type: What begins a step over the cache; a subclass may name its own.
     """
 
     step_type = Step
 
-    def __init__(self, config: ModelConfig, *, dtype: str = "float32"):
+    def __init__(
+        self, config: ModelConfig, *, dtype: str = "float32", axis_size: int = 1
+    ):
         if dtype not in WEIGHT_DTYPES:
             raise ValueError(f"dtype must be one of {WEIGHT_DTYPES}, got {dtype!r}")
         V, D = config.vocab_size, config.width
+        stored = stored_heads(config.num_heads, config.num_kv_heads, axis_size)
         self.config = config
         self.embedding = weight(dtype, V, D, split=0, std=D**-0.5)
-        self.layers = nnx.List([Layer(config, dtype) for _ in range(config.num_layers)])
-        self.norm = weight(dtype, D, mean=1.0, std=0.1)
+        self.layers = nnx.List(
+            [Layer(config, dtype, stored) for _ in range(config.num_layers)]
+        )
+        self.vectors = Vectors(config, dtype, stored)
         self.head = None if config.tied else weight(dtype, V, D, split=0, std=D**-0.5)
 
     def __call__(
@@ -343,7 +396,7 @@ class Transformer(nnx.Module):
         tokens: Int[Array, "B T"],
         cache: Cache,
         placement: Placement,
-        num_new: Int[Array, " B"] | None = None,
+        num_new: Int[Array, " B"] | Bool[Array, " B"] | None = None,
         *,
         logits: str = "last",
     ) -> tuple[Float[Array, "B *T V"], Cache]:
@@ -353,7 +406,8 @@ class Transformer(nnx.Module):
           tokens: New tokens, each sequence's own from the left.
           cache: Donate it in the outermost jit.
           placement: Of the cache, on the mesh that the weights lie on.
-          num_new: How many of the T tokens each sequence really has; None = all.
+          num_new: How many of the T tokens each sequence really has; None = all. Or
+            whether it has its first.
           logits: "last" = at each sequence's last real token (at its first, meaningless
             one where it has none); "all" = at every token.
 
@@ -368,10 +422,10 @@ class Transformer(nnx.Module):
         x = look_up(self.embedding, tokens, placement)
         rotation = rotations(self.config, step.positions)
         for index, layer in enumerate(self.layers):
-            x = layer(index, x, rotation, step)
+            x = layer(index, x, self.vectors, rotation, step)
         if logits == "last":
             x = last(x, num_new)
-        x = rms_norm(x, self.norm, self.config.norm_eps)
+        x = rms_norm(x, self.vectors.norms[-1], self.config.norm_eps)
         head = self.embedding if self.head is None else self.head
         return placement.constrain(product(x, head), P()), step.end()
 
@@ -385,6 +439,13 @@ class Transformer(nnx.Module):
             raise ValueError(
                 f"the model has (layers, heads, kv heads, head size) {wanted}, the "
                 f"placement is of {got} with values of {held.value_dim}"
+            )
+        size, stored = placement.axis_size, self.layers[0].qkv.shape[0]
+        if stored != placement.stored_heads:
+            raise ValueError(
+                f"the model stores {stored} kv heads, on {size} devices it must store "
+                f"{placement.stored_heads}: give random_model or load the mesh, or "
+                f"Transformer axis_size={size}"
             )
 
 
@@ -450,10 +511,12 @@ def summed(
     return placement.constrain(y, P())
 
 
-def rms_norm(x: Float[Array, "..."], w: nnx.Param, eps: float) -> Float[Array, "..."]:
+def rms_norm(
+    x: Float[Array, "*rows size"], w: Float[Array, " size"], eps: float
+) -> Float[Array, "*rows size"]:
     """x over the root of its mean square, times w (arXiv:1910.07467)."""
     square = jnp.mean(x * x, axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(square + eps) * w[...].astype(jnp.float32)
+    return x * jax.lax.rsqrt(square + eps) * w.astype(jnp.float32)
 
 
 def rotations(config: ModelConfig, positions: Int[Array, "B T"]) -> Rotation:
@@ -472,12 +535,12 @@ def rotate(
 
 
 def last(
-    x: Float[Array, "B T D"], num_new: Int[Array, " B"] | None
+    x: Float[Array, "B T D"], num_new: Int[Array, " B"] | Bool[Array, " B"] | None
 ) -> Float[Array, "B D"]:
     """Each sequence's last real token."""
     if num_new is None or x.shape[1] == 1:
         return x[:, -1]
-    index = jnp.maximum(num_new - 1, 0)[:, None, None]
+    index = jnp.maximum(num_new.astype(jnp.int32) - 1, 0)[:, None, None]
     return jnp.take_along_axis(x, index, axis=1)[:, 0]
 
 
@@ -508,7 +571,7 @@ def shardings(
 ) -> PyTree[NamedSharding]:
     """Where each parameter lies: the model's state with a NamedSharding for each array.
 
-    q, kv and gate_up are split by output, o and down by input, embedding and head by
+    qkv and gate_up are split by output, o and down by input, embedding and head by
     vocabulary. An array whose size doesn't divide lies whole on every device.
 
     Args:
@@ -577,16 +640,20 @@ def random_model(
     count = itertools.count()
 
     def make(name: str, param: nnx.Param, sharding: NamedSharding) -> Array:
-        draw = _draw(param.shape, param.dtype, param.mean, param.std, sharding)
+        drawn = param.dtype, param.mean, param.std
+        draw = _draw(config, param.shape, param.heads, *drawn, sharding)
         return draw(np.uint32(seed), np.uint32(next(count)))
 
     mesh = make_mesh() if mesh is None else mesh
-    return fill(Transformer(config, dtype=dtype), mesh, axis, make)
+    model = Transformer(config, dtype=dtype, axis_size=mesh.shape[axis])
+    return fill(model, mesh, axis, make)
 
 
 @functools.cache  # few compilations: layers share their shapes
 def _draw(
+    config: ModelConfig,
     shape: tuple[int, ...],
+    heads: int | None,
     dtype: np.dtype,
     mean: float,
     std: float,
@@ -595,15 +662,30 @@ def _draw(
     """A jitted (seed, index) -> even spread, each element by its place alone."""
 
     def draw(seed, index):
-        place = jnp.zeros((), jnp.uint32)
-        for axis, size in enumerate(shape):
-            along = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-            place = place * np.uint32(size) + along
-        bits = mix(place ^ mix(index ^ mix(seed)))
+        bits = mix(_places(config, shape, heads) ^ mix(index ^ mix(seed)))
         unit = (bits >> 8).astype(jnp.float32) * 2.0**-23 - 1  # -1 to 1
         return (mean + std * 3**0.5 * unit).astype(dtype)
 
     return jax.jit(draw, out_shardings=sharding)
+
+
+def _places(
+    config: ModelConfig, shape: tuple[int, ...], heads: int | None
+) -> UInt32[Array, "*shape"]:
+    """Numbers the elements; copies of a head have the numbers of that head."""
+    along = [
+        (size, jax.lax.broadcasted_iota(jnp.uint32, shape, axis))
+        for axis, size in enumerate(shape)
+    ]
+    if heads is not None:
+        rows = head_rows(config.num_heads, config.num_kv_heads, shape[heads])
+        numbers = jnp.asarray(rows, jnp.uint32)
+        numbers = jax.lax.broadcast_in_dim(numbers, shape, (heads, heads + 1))
+        along[heads : heads + 2] = [(rows.max() + 1, numbers)]
+    place = jnp.zeros((), jnp.uint32)
+    for size, numbers in along:
+        place = place * np.uint32(size) + numbers
+    return place
 
 
 def mix(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
