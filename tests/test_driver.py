@@ -200,6 +200,7 @@ MUTANTS = {
             }
 
             Status Ring::Release(Stream compute) {
+            NoteHead(compute, MarkKind::kLaunch);
             Slot& slot = slot_of(base_ + head_);
             KVJAX_RETURN_IF_ERROR(transport_->Record(slot.release, compute));
             slot.released = true;

@@ -62,6 +62,11 @@ class SimulatedTransport : public Transport {
     return Status::Ok();
   }
   void FreeEvent(Event event) override { delete &TimeOf(event); }
+  Status MakeTimedEvent(Event* event) override { return MakeEvent(event); }
+  Status Elapsed(Event from, Event to, double* seconds) override {
+    *seconds = (TimeOf(to) - TimeOf(from)) / 1e6;
+    return Status::Ok();
+  }
 
   Status Enqueue(Stream stream, const Copy& copy, const char*, char*) override {
     const double share = double(copy.width * copy.height) / kSegmentBytes;
