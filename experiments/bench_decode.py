@@ -24,7 +24,6 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +43,7 @@ from decode_rows import (
     table,
 )
 from jax.sharding import Mesh
+from paths import check_paths
 from tqdm import tqdm
 from xla_alone import PlainTransformer
 
@@ -516,17 +516,6 @@ def free_device_bytes(device: jax.Device) -> int:
     if stats is None:
         return device_memory(device).free_bytes
     return stats["bytes_limit"] - stats["bytes_in_use"]
-
-
-def check_paths(json_path: str | None, plot_path: str | None) -> None:
-    """Refuses a path that couldn't be written once all the work is done."""
-    for flag, path in (("json", json_path), ("plot", plot_path)):
-        if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):
-            raise ValueError(
-                f"--{flag} must be a file in a folder that exists, got {path!r}"
-            )
-    if plot_path is not None and find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: install it with the extra plot")
 
 
 def numbers(flag: str, values: Sequence[str], kind: type = int) -> list:

@@ -354,6 +354,7 @@ Status Ring::Acquire(Stream compute, const char** slot) {
   if (issued_ == head_) {
     return Status::Internal("segment " + std::to_string(head_) + " was never issued");
   }
+  NoteHead(compute, MarkKind::kHost);
   // The slot's copies may still run; without this the kernel reads what was there
   // before.
   KVJAX_RETURN_IF_ERROR(transport_->Wait(compute, slot_of(base_ + head_).ready));

@@ -28,6 +28,7 @@ namespace kvjax {
   X(kXla, "xla")                  /* XLA's own work between our calls, or none */ \
   X(kBegin, "begin")              /* lengths to the host, and the plan */         \
   X(kResident, "resident")        /* launches over cells on the device */         \
+  X(kHost, "host")                /* none: the host had not come to more */       \
   X(kWaitReady, "wait_ready")     /* for a delivery */                            \
   X(kLaunch, "launch")            /* over a segment */                            \
   X(kOrderedCopy, "ordered_copy") /* of a segment, without a slot */              \

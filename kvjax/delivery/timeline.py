@@ -27,6 +27,7 @@ COMPUTE = (
     "xla",
     "begin",
     "resident",
+    "host",
     "wait_ready",
     "launch",
     "ordered_copy",

@@ -274,7 +274,10 @@ class LoggedTransport : public Transport {
     return Status::Ok();
   }
   void FreeEvent(Event event) override { delete &EventOf(event); }
-  Status MakeTimedEvent(Event* event) override { return MakeEvent(event); }
+  Status MakeTimedEvent(Event* event) override {
+    clocks_->timed_events += 1;
+    return MakeEvent(event);
+  }
   Status Elapsed(Event from, Event to, double* seconds) override {
     *seconds = double(EventOf(to).time - EventOf(from).time);
     return Status::Ok();

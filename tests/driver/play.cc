@@ -76,6 +76,8 @@ void Play::Trace() {
 
 // Every byte that was copied is in a mark, and no mark ends before it begins.
 void Play::CheckTrace() {
+  Expect((machine_.timed_events > 0) == (max_marks_ > 0),
+         "timed events without a trace, or none for one");
   if (max_marks_ == 0) return;
   std::lock_guard<std::mutex> lock(ring_->mutex());
   std::vector<Mark> marks;
