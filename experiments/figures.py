@@ -21,10 +21,10 @@ Line = tuple[str, str, list[int], list[float]]
 PIECES = {  # label: what a timeline draws so, its color
     "copy": (("copy", "copying", "ordered_copy"), "tab:blue"),
     "attention": (("resident", "launch", "read"), "tab:green"),
-    "ready": (("ready",), "#bcd9ee"),
+    "ready": (("ready", "unread"), "#bcd9ee"),
     "begin": (("begin",), "tab:purple"),
     "waiting": (
-        ("wait_begin", "wait_release", "wait_append", "wait_ready", "finish", "unread"),
+        ("wait_begin", "wait_release", "wait_append", "wait_ready", "finish"),
         "tab:red",
     ),
     "XLA or idle": (("xla", "host"), "#e4e4e4"),

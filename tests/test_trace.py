@@ -27,7 +27,7 @@ from experiments.trace_marks import (
     whole_steps,
 )
 from kvjax.config import RingConfig
-from kvjax.delivery.placement import make_mesh
+from kvjax.delivery.placement import Placement, make_mesh
 from kvjax.delivery.ring import Emulation, Ring, RingStats
 from kvjax.delivery.timeline import COMPUTE, TRANSFER, Mark
 
@@ -35,11 +35,14 @@ STEPS = 3
 SEGMENTS = 6  # of a layer: 700 cells in blocks of 128
 FIVE_SLOTS = RingConfig(depth=2, slot_bytes=BLOCK_BYTES, budget_bytes=5 * BLOCK_BYTES)
 DELAYS = Emulation(max_delay_us=50)
-PLACEMENT = placement_of(ring_id=30)
+
+
+def placement() -> Placement:
+    return placement_of(ring_id=801)
 
 
 class Traced(NamedTuple):
-    """Steps of PLACEMENT that were traced from the first one on."""
+    """STEPS that were traced from the first one on."""
 
     outs: list[np.ndarray]
     marks: list[Mark]
@@ -48,15 +51,16 @@ class Traced(NamedTuple):
 
 
 def decode() -> list[np.ndarray]:
-    cache, x, outs = filled(PLACEMENT, [700]), inputs(PLACEMENT), []
+    place, outs = placement(), []
+    cache, x = filled(place, [700]), inputs(place)
     for _ in range(STEPS):
-        out, cache = stepper(PLACEMENT)(cache, x)
+        out, cache = stepper(place)(cache, x)
         outs.append(np.asarray(out))
     return outs
 
 
 def traced(config: RingConfig = FIVE_SLOTS, max_marks: int = 10_000) -> Traced:
-    with Ring.open(PLACEMENT, config, emulation=DELAYS) as ring:
+    with Ring.open(placement(), config, emulation=DELAYS) as ring:
         with ring.trace(max_marks) as trace:
             outs = decode()
         stats = ring.stats()
@@ -177,19 +181,19 @@ def test_a_trace_that_is_large_enough_says_nothing(found, plain, capfd):
 
 
 def test_each_device_has_a_trace():
-    placement = placement_of(
-        ring_id=31, mesh=make_mesh({"tp": 2}), num_layers=2, num_kv_heads=2
+    pair = placement_of(
+        ring_id=802, mesh=make_mesh({"tp": 2}), num_layers=2, num_kv_heads=2
     )
-    with Ring.open(placement, FIVE_SLOTS) as ring:
+    with Ring.open(pair, FIVE_SLOTS) as ring:
         with ring.trace() as trace:
-            stepper(placement)(filled(placement, [700]), inputs(placement))
-    assert [*trace.marks] == [*placement.mesh.devices.flat]
+            stepper(pair)(filled(pair, [700]), inputs(pair))
+    assert [*trace.marks] == [*pair.mesh.devices.flat]
     for marks in trace.marks.values():
         assert sum(mark.kind == "launch" for mark in marks) == 2 * SEGMENTS
 
 
 def test_a_ring_that_closes_meanwhile_keeps_its_trace(plain):
-    with Ring.open(PLACEMENT, FIVE_SLOTS) as ring:
+    with Ring.open(placement(), FIVE_SLOTS) as ring:
         with ring.trace() as trace:
             assert_same_steps(decode(), plain)
             ring.close()
@@ -199,7 +203,7 @@ def test_a_ring_that_closes_meanwhile_keeps_its_trace(plain):
 
 
 def test_steps_before_a_trace_leave_no_mark(plain):
-    with Ring.open(PLACEMENT, FIVE_SLOTS) as ring:
+    with Ring.open(placement(), FIVE_SLOTS) as ring:
         assert_same_steps(decode(), plain)
         with ring.trace() as trace:
             pass
@@ -207,7 +211,7 @@ def test_steps_before_a_trace_leave_no_mark(plain):
 
 
 def test_a_trace_may_be_taken_again_after_an_error():
-    with Ring.open(PLACEMENT, FIVE_SLOTS) as ring:
+    with Ring.open(placement(), FIVE_SLOTS) as ring:
         with pytest.raises(RuntimeError, match="of the caller"):
             with ring.trace() as failed:
                 decode()
@@ -219,18 +223,18 @@ def test_a_trace_may_be_taken_again_after_an_error():
 
 
 def test_what_cannot_be_traced_is_refused():
-    reference = replaced(PLACEMENT, device_cells=0, backend="reference")
+    reference = replaced(placement(), device_cells=0, backend="reference")
     with Ring.open(reference) as ring:
         with pytest.raises(ValueError, match="no ring to trace: the backend is ref"):
             with ring.trace():
                 pass
-    with Ring.open(PLACEMENT) as ring:
+    with Ring.open(placement()) as ring:
         for max_marks in (0, 1 << 23):
             with pytest.raises(ValueError, match="max_marks must be"):
                 with ring.trace(max_marks):
                     pass
         with ring.trace() as outer:
-            with pytest.raises(ValueError, match="ring_id 30: .* traced already"):
+            with pytest.raises(ValueError, match="ring_id 801: .* traced already"):
                 with ring.trace():
                     pass
             decode()
@@ -238,11 +242,11 @@ def test_what_cannot_be_traced_is_refused():
 
 
 def test_a_ring_opened_in_the_place_of_a_traced_one_is_told():
-    first = Ring.open(PLACEMENT, FIVE_SLOTS)
-    with pytest.raises(ValueError, match="ring_id 30: the ring is not being traced"):
+    first = Ring.open(placement(), FIVE_SLOTS)
+    with pytest.raises(ValueError, match="ring_id 801: the ring is not being traced"):
         with first.trace():
             first.close()
-            second = Ring.open(PLACEMENT, FIVE_SLOTS)
+            second = Ring.open(placement(), FIVE_SLOTS)
     second.close()
 
 
