@@ -112,7 +112,7 @@ def timeline_rows(marks: Sequence[Mark]) -> Rows:
     for slot in sorted({span.slot for span in spans}):
         mine = [span for span in spans if span.slot == slot]
         rows[f"slot {slot}"] = [(s.state, s.begin_s, s.end_s) for s in mine]
-    return rows
+    return {name: pieces for name, pieces in rows.items() if pieces}
 
 
 def lines(rows: Sequence[dict], key: str) -> Iterator[Line]:

@@ -194,15 +194,16 @@ def summary(marks: Sequence[Mark]) -> dict:
 def table(marks: Sequence[Mark]) -> Iterator[str]:
     """Lines for a person: the streams' time, and the transfer stream's long pauses."""
     found = summary(marks)
-    yield f"{found['steps']} whole steps of {found['step_ms']:.3f} ms"
+    yield f"whole steps: {found['steps']}, of {found['step_ms']:.3f} ms"
     if found["copy_bytes_s"] is not None:
         yield (
             f"a step: {found['deliveries']:,.1f} deliveries, {found['bytes'] / GB:.3f} "
             f"GB, at {found['copy_bytes_s'] / GB:.1f} GB/s while copying"
         )
     for stream, groups in WORK.items():
-        for group, kinds in groups.items():
-            yield _line(stream, group, kinds, found)
+        if any(found["ms"][kind] for kind in STREAMS[stream]):  # else it was not used
+            for group, kinds in groups.items():
+                yield _line(stream, group, kinds, found)
     steps = whole_steps(marks)
     longest = pauses(marks, Window(steps[0].begin_s, steps[-1].end_s))[:PAUSES]
     if longest:
