@@ -26,7 +26,6 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,6 +67,7 @@ from decode_rows import (
     since,
     table,
 )
+from paths import check_paths
 from tqdm import tqdm
 from xla_alone import PlainTransformer
 
@@ -494,17 +494,6 @@ def check_ring(arm: Arm, ring: Ring | None) -> None:
     if arm.name == "pipelined":
         reasons = ", ".join(sorted(set(ring.declines().values())))
         agreement.check_none(reasons and f"{arm.label} got no ring: {reasons}")
-
-
-def check_paths(json_path: str | None, plot_path: str | None) -> None:
-    """Refuses a path that couldn't be written once all the work is done."""
-    for flag, path in (("json", json_path), ("plot", plot_path)):
-        if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):
-            raise ValueError(
-                f"--{flag} must be a file in a folder that exists, got {path!r}"
-            )
-    if plot_path is not None and find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: install it with the extra plot")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,10 @@ from statistics import fmean
 
 from matplotlib import ticker
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from trace_marks import MS, STREAMS, Window, slot_spans
+
+from kvjax.delivery.timeline import Mark
 
 COLORS = {
     "device": "tab:gray",
@@ -14,6 +18,18 @@ COLORS = {
 }
 SPARE = ("tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
 Line = tuple[str, str, list[int], list[float]]
+PIECES = {  # label: what a timeline draws so, its color
+    "copy": (("copy", "copying", "ordered_copy"), "tab:blue"),
+    "attention": (("resident", "launch", "read"), "tab:green"),
+    "ready": (("ready", "unread"), "#bcd9ee"),
+    "begin": (("begin",), "tab:purple"),
+    "waiting": (
+        ("wait_begin", "wait_release", "wait_append", "wait_ready", "finish"),
+        "tab:red",
+    ),
+    "XLA or idle": (("xla", "host"), "#e4e4e4"),
+}
+Rows = dict[str, list[tuple[str, float, float]]]  # name: (what, begin_s, end_s)
 
 
 def draw_decode(found: Sequence[dict], path: str, peers: Sequence[dict] = ()) -> None:
@@ -57,6 +73,48 @@ def draw_decode(found: Sequence[dict], path: str, peers: Sequence[dict] = ()) ->
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=150)
+
+
+def draw_timeline(marks: Sequence[Mark], window: Window, title: str, path: str) -> None:
+    """Draws both streams and all slots over the time of a window.
+
+    Args:
+      marks: Of one device.
+      window: What to draw of them.
+      title: Of the picture.
+      path: Of it; its suffix tells the format.
+    """
+    rows = timeline_rows(marks)
+    figure = Figure(figsize=(12, 1.5 + 0.4 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    for y, pieces in enumerate(rows.values()):
+        for kinds, color in PIECES.values():
+            bars = [
+                (MS * (max(begin, window.begin_s) - window.begin_s), MS * seconds)
+                for what, begin, end in pieces
+                if what in kinds and (seconds := window.share(begin, end)) > 0
+            ]
+            axes.broken_barh(bars, (y - 0.4, 0.8), facecolors=color, edgecolor="none")
+    axes.set(xlabel="ms since the step began", xlim=(0, MS * window.seconds))
+    axes.set_title(title)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    legend = [Patch(color=color, label=label) for label, (_, color) in PIECES.items()]
+    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))
+    figure.savefig(path, dpi=150)
+
+
+def timeline_rows(marks: Sequence[Mark]) -> Rows:
+    """What each stream and each slot did, from the top of the picture down."""
+    rows = {
+        stream: [(m.kind, m.begin_s, m.end_s) for m in marks if m.kind in kinds]
+        for stream, kinds in STREAMS.items()
+    }
+    spans = list(slot_spans(marks))
+    for slot in sorted({span.slot for span in spans}):
+        mine = [span for span in spans if span.slot == slot]
+        rows[f"slot {slot}"] = [(s.state, s.begin_s, s.end_s) for s in mine]
+    return {name: pieces for name, pieces in rows.items() if pieces}
 
 
 def lines(rows: Sequence[dict], key: str) -> Iterator[Line]:

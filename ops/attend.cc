@@ -41,14 +41,17 @@ Status AttendDelivered(Ring& ring, Stream compute, const std::vector<Segment>& s
 }
 
 Status AttendOrdered(Ring& ring, Stream compute, const std::vector<Segment>& segments,
-                     const char* tail, int64_t row_bytes, const Launch& launch,
+                     const AttendCall& call, const Launch& launch,
                      const Scratch& scratch) {
   if (segments.empty()) return Status::Ok();
   char* memory = nullptr;
-  KVJAX_RETURN_IF_ERROR(scratch(ring.SegmentBytes(row_bytes), &memory));
+  KVJAX_RETURN_IF_ERROR(scratch(ring.SegmentBytes(call.row_bytes), &memory));
   for (const Segment& segment : segments) {
-    KVJAX_RETURN_IF_ERROR(ring.CopyOrdered(compute, segment, tail, memory));
+    KVJAX_RETURN_IF_ERROR(ring.CopyOrdered(compute, segment, call.tail, memory));
+    ring.NoteWork(compute, MarkKind::kOrderedCopy, call.key.layer,
+                  segment.live_bytes + segment.gap_bytes);
     KVJAX_RETURN_IF_ERROR(launch(memory, segment.spans));
+    ring.NoteWork(compute, MarkKind::kLaunch, call.key.layer);
   }
   return Status::Ok();
 }
@@ -60,9 +63,10 @@ Status AttendPlanned(Ring& ring, Stream compute, const AttendCall& call,
   KVJAX_RETURN_IF_ERROR(CheckCall(ring, call, route.shape));
   const auto resident = ResidentSpans(route.shape, ring.lengths().data());
   KVJAX_RETURN_IF_ERROR(LaunchAll(launch, call.device, resident));
-  return route.delivered ? AttendDelivered(ring, compute, *route.segments, launch)
-                         : AttendOrdered(ring, compute, *route.segments, call.tail,
-                                         call.row_bytes, launch, scratch);
+  ring.NoteWork(compute, MarkKind::kResident, call.key.layer);
+  return route.delivered
+             ? AttendDelivered(ring, compute, *route.segments, launch)
+             : AttendOrdered(ring, compute, *route.segments, call, launch, scratch);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include "handlers.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -31,6 +32,8 @@ Status CheckRank(const ffi::AnyBuffer& buffer, const char* name, size_t rank) {
   return Status::Invalid(std::string(name) + " must have " + std::to_string(rank) +
                          " axes, got " + std::to_string(buffer.dimensions().size()));
 }
+
+Status NoRing() { return Status::Invalid("there is no such ring"); }
 
 }  // namespace
 
@@ -140,6 +143,13 @@ ffi::Error AbortStep(Ring& ring, Stream compute, const Status& status) {
   return ToError(status);
 }
 
+bool Told(const Status& status, char* reason, int64_t size) {
+  if (status.ok()) return true;
+  std::strncpy(reason, status.message.c_str(), size - 1);
+  reason[size - 1] = 0;
+  return false;
+}
+
 uint64_t NextStamp() {
   static std::atomic<uint64_t> last{0};
   return ++last;
@@ -181,4 +191,35 @@ KVJAX_EXPORT void kvjax_ring_decline(int64_t ring_id, int64_t device, char* text
 
 KVJAX_EXPORT void kvjax_ring_close(int64_t ring_id, int64_t device) {
   kvjax::CloseRing(ring_id, device);
+}
+
+// Names of MarkKind in order, each followed by a comma.
+KVJAX_EXPORT const char* kvjax_trace_kinds() {
+#define KVJAX_NAME(enumerator, name) name ","
+  return KVJAX_MARK_KINDS(KVJAX_NAME);
+#undef KVJAX_NAME
+}
+
+// See Ring::StartTrace. The next two: true, or false and a reason.
+KVJAX_EXPORT bool kvjax_trace_start(int64_t ring_id, int64_t device, int64_t max_marks,
+                                    char* reason, int64_t size) {
+  const auto ring = kvjax::PeekRing(ring_id, device);
+  if (ring == nullptr) return kvjax::Told(kvjax::NoRing(), reason, size);
+  std::lock_guard<std::mutex> lock(ring->mutex());
+  return kvjax::Told(ring->StartTrace(max_marks), reason, size);
+}
+
+// See Ring::StopTrace. Fills `marks`, which has room for the max_marks of the start.
+KVJAX_EXPORT bool kvjax_trace_stop(int64_t ring_id, int64_t device, kvjax::Mark* marks,
+                                   int64_t* num_marks, int64_t* missed, char* reason,
+                                   int64_t size) {
+  const auto ring = kvjax::PeekRing(ring_id, device);
+  if (ring == nullptr) return kvjax::Told(kvjax::NoRing(), reason, size);
+  std::lock_guard<std::mutex> lock(ring->mutex());
+  std::vector<kvjax::Mark> noted;
+  const kvjax::Status status = ring->StopTrace(&noted, missed);
+  if (!status.ok()) return kvjax::Told(status, reason, size);
+  std::copy(noted.begin(), noted.end(), marks);
+  *num_marks = int64_t(noted.size());
+  return true;
 }

@@ -3,7 +3,6 @@
 #include "measure.h"
 
 #include <condition_variable>
-#include <cstring>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -74,13 +73,6 @@ Status Take(int64_t device, int64_t piece_bytes, int64_t pieces, int64_t passes,
   meeting->Timed();
   while (status.ok() && !meeting->AllTimed()) status = link->Copy(&untimed);
   return status;
-}
-
-bool Told(const Status& status, char* reason, int64_t size) {
-  if (status.ok()) return true;
-  std::strncpy(reason, status.message.c_str(), size - 1);
-  reason[size - 1] = 0;
-  return false;
 }
 
 }  // namespace

@@ -80,6 +80,7 @@ ffi::Error Begin(int32_t device, ffi::AnyBuffer tokens, ffi::Buffer<ffi::S32> le
 
   const auto ring = RingOf(ring_id, device);
   std::lock_guard<std::mutex> lock(ring->mutex());
+  ring->NoteWork(kInlineStream, MarkKind::kXla);
   ring->Prepare();
   return ToError(ring->Begin(kInlineStream, std::move(plan)));
 }

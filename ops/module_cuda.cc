@@ -62,6 +62,10 @@ ffi::Error Begin(cudaStream_t stream, int32_t device, ffi::AnyBuffer tokens,
   int32_t* words = TransportOf(*ring).words();
   const int64_t num_seqs = int64_t(lengths.element_count());
   plan.stamp = NextStamp();
+  {
+    std::lock_guard<std::mutex> lock(ring->mutex());
+    ring->NoteWork(stream, MarkKind::kXla);
+  }
   status =
       LaunchBegin(stream, lengths.typed_data(), num_seqs, stamp.typed_data(),
                   plan.stamp, words, stamp_out->typed_data(), ticket->typed_data());

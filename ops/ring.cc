@@ -128,12 +128,21 @@ Status Ring::Begin(Stream compute, StepPlan plan) {
   plan_ = std::move(plan);
   base_ += head_;
   Cut();
-  if (!delivering()) return Status::Ok();
+  if (delivering()) KVJAX_RETURN_IF_ERROR(Deliver(compute, ahead));
+  NoteWork(compute, MarkKind::kBegin);
+  return Status::Ok();
+}
+
+// The first deliveries of a step, from where the step before left off.
+Status Ring::Deliver(Stream compute, const Ahead& ahead) {
+  Note(transfer_, {idle_, stats_.steps});
+  idle_ = MarkKind::kIdle;
   KVJAX_RETURN_IF_ERROR(Adopt(compute, ahead));
   // The step's deliveries read cells that the step before appended on `compute`;
   // without this they could be sent before those are written.
   KVJAX_RETURN_IF_ERROR(transport_->Record(begun_, compute));
   KVJAX_RETURN_IF_ERROR(transport_->Wait(transfer_, begun_));
+  Note(transfer_, {MarkKind::kWaitBegin, stats_.steps});
   return Pump();
 }
 
@@ -237,14 +246,17 @@ Status Ring::Pump() {
     while (issued_ < attend.end_segment()) {
       if (!MayIssue(issuing_)) {
         stats_.stop_depth += 1;
+        idle_ = MarkKind::kIdleDepth;
         return Status::Ok();
       }
       if (issued_ - head_ == settings_.num_slots) {
         stats_.stop_slots += 1;
+        idle_ = MarkKind::kIdleSlots;
         return Status::Ok();
       }
       const Segment& segment = (*attend.segments)[issued_ - attend.first_segment];
       KVJAX_RETURN_IF_ERROR(Issue(attend, segment));
+      idle_ = MarkKind::kIdle;
     }
   }
   return Status::Ok();
@@ -265,23 +277,33 @@ void Ring::Count(const Segment& segment) {
 Status Ring::Issue(const PlannedAttend& attend, const Segment& segment) {
   const int64_t delivery = base_ + issued_;
   Slot& slot = slot_of(delivery);
+  const bool ahead = issuing_ >= num_attends_;
+  Mark mark = OfDelivery(idle_, attend.key.layer, delivery);
+  mark.step += ahead;
+  Note(transfer_, mark);
   if (slot.released) {
     // The slot's last kernel may still read it; without this the copy overwrites cells
     // under it.
     KVJAX_RETURN_IF_ERROR(transport_->Wait(transfer_, slot.release));
     stats_.slot_reuses += 1;
+    mark.kind = MarkKind::kWaitRelease;
+    Note(transfer_, mark);
   }
-  const bool ahead = issuing_ >= num_attends_;
   if (ahead) {
     // The next step reads the rows that this one appends; without this they could be
     // sent before they are written.
     KVJAX_RETURN_IF_ERROR(
         transport_->Wait(transfer_, appended_[issuing_ - num_attends_]));
+    mark.kind = MarkKind::kWaitAppend;
+    Note(transfer_, mark);
   }
   for (const Copy& copy : segment.copies) {
     KVJAX_RETURN_IF_ERROR(
         transport_->Enqueue(transfer_, copy, attend.tail, memory_of(delivery)));
   }
+  mark.kind = MarkKind::kCopy;
+  mark.bytes = segment.live_bytes + segment.gap_bytes;
+  Note(transfer_, mark);
   KVJAX_RETURN_IF_ERROR(transport_->Record(slot.ready, transfer_));
   issued_ += 1;
   if (!ahead) Count(segment);
@@ -289,6 +311,7 @@ Status Ring::Issue(const PlannedAttend& attend, const Segment& segment) {
 }
 
 Status Ring::Open(Stream compute, AttendKey key, const char* tail, Route* route) {
+  NoteWork(compute, MarkKind::kXla);
   const bool delivers = delivering();
   const auto end = attends_.begin() + num_attends_;
   const auto next = std::find_if(attends_.begin() + cursor_, end,
@@ -331,14 +354,17 @@ Status Ring::Acquire(Stream compute, const char** slot) {
   if (issued_ == head_) {
     return Status::Internal("segment " + std::to_string(head_) + " was never issued");
   }
+  NoteHead(compute, MarkKind::kHost);
   // The slot's copies may still run; without this the kernel reads what was there
   // before.
   KVJAX_RETURN_IF_ERROR(transport_->Wait(compute, slot_of(base_ + head_).ready));
+  NoteHead(compute, MarkKind::kWaitReady);
   *slot = memory_of(base_ + head_);
   return Status::Ok();
 }
 
 Status Ring::Release(Stream compute) {
+  NoteHead(compute, MarkKind::kLaunch);
   Slot& slot = slot_of(base_ + head_);
   KVJAX_RETURN_IF_ERROR(transport_->Record(slot.release, compute));
   slot.released = true;
@@ -346,7 +372,11 @@ Status Ring::Release(Stream compute) {
   return Pump();
 }
 
-Status Ring::Finish(Stream compute) { return SkipTo(compute, cursor_ + 1); }
+Status Ring::Finish(Stream compute) {
+  KVJAX_RETURN_IF_ERROR(SkipTo(compute, cursor_ + 1));
+  NoteWork(compute, MarkKind::kFinish);
+  return Status::Ok();
+}
 
 // Moves the cursor to an attend. Segments before it that were issued and never read are
 // joined to `compute`, so that XLA may free their tail behind it; others are not
@@ -442,6 +472,21 @@ void Ring::Close() {
   }
   head_ = issued_;
   decline_ = "the ring is closed";
+}
+
+Status Ring::StartTrace(int64_t max_marks) {
+  if (timeline_ != nullptr) return Status::Invalid("the ring is being traced already");
+  auto timeline = std::make_unique<Timeline>(transport_.get());
+  KVJAX_RETURN_IF_ERROR(timeline->Start(max_marks));
+  timeline_ = std::move(timeline);
+  return Status::Ok();
+}
+
+Status Ring::StopTrace(std::vector<Mark>* marks, int64_t* missed) {
+  if (timeline_ == nullptr) return Status::Invalid("the ring is not being traced");
+  const auto timeline = std::move(timeline_);
+  *missed = timeline->missed();
+  return timeline->Read(marks);
 }
 
 RingStats Ring::stats() const { return stats_; }

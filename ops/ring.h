@@ -35,6 +35,7 @@
 
 #include "ranges.h"
 #include "status.h"
+#include "timeline.h"
 #include "transport.h"
 
 namespace kvjax {
@@ -163,6 +164,15 @@ class Ring {
   // gives everything back. Attends still to come go ordered.
   void Close();
 
+  // Notes what the streams do from now on: at most max_marks pieces of work.
+  Status StartTrace(int64_t max_marks);
+  // Ends that. Waits for the last work noted; `missed` came once the trace was full.
+  Status StopTrace(std::vector<Mark>* marks, int64_t* missed);
+  // Some work of the attend's own ends here; noted if the ring is being traced.
+  void NoteWork(Stream compute, MarkKind kind, int64_t layer = -1, int64_t bytes = 0) {
+    Note(compute, {kind, stats_.steps, layer, -1, -1, bytes});
+  }
+
   // What the largest segment of cells of row_bytes takes: a slot, or a block where that
   // is larger. Such cells go ordered.
   int64_t SegmentBytes(int64_t row_bytes) const;
@@ -197,11 +207,15 @@ class Ring {
   };
 
   bool delivering() const { return memory_ != nullptr; }
+  void Note(Stream stream, const Mark& mark) {
+    if (timeline_ != nullptr) timeline_->Add(stream, mark);
+  }
   Status Take();
   void Drain();
   void GiveBack();
   void Cut();
   void CutAhead();
+  Status Deliver(Stream compute, const Ahead& ahead);
   Status Adopt(Stream compute, const Ahead& ahead);
   Status NoteAppended(Stream compute);
   bool MayIssue(size_t attend) const;
@@ -218,12 +232,22 @@ class Ring {
   void NoteMoved(int64_t num_tails);
   Status Join(Stream compute, int64_t end_segment);
   Slot& slot_of(int64_t delivery) { return slots_[delivery % settings_.num_slots]; }
+  // Of the delivery at the head, which the attend at the cursor reads.
+  void NoteHead(Stream compute, MarkKind kind) {
+    if (timeline_ == nullptr) return;
+    timeline_->Add(compute,
+                   OfDelivery(kind, attends_[cursor_].key.layer, base_ + head_));
+  }
+  Mark OfDelivery(MarkKind kind, int64_t layer, int64_t delivery) const {
+    return {kind, stats_.steps, layer, delivery, delivery % settings_.num_slots};
+  }
   char* memory_of(int64_t delivery) {
     return memory_ + delivery % settings_.num_slots * settings_.slot_bytes;
   }
 
   const RingSettings settings_;
   std::unique_ptr<Transport> transport_;
+  std::unique_ptr<Timeline> timeline_;  // null: nobody traces
   std::mutex mutex_;
   RingStats stats_;
   std::string decline_;
@@ -233,6 +257,7 @@ class Ring {
   Event begun_ = nullptr;
   std::vector<Slot> slots_;
   int64_t idle_steps_ = 0;
+  MarkKind idle_ = MarkKind::kIdle;  // why nothing more was issued
 
   StepPlan plan_;
   Cuts cuts_, ahead_cuts_;

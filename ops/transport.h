@@ -33,6 +33,10 @@ class Transport {
   virtual void FreeStream(Stream stream) = 0;  // its work is done
   virtual Status MakeEvent(Event* event) = 0;
   virtual void FreeEvent(Event event) = 0;
+  // An event that also tells when it was passed; only a trace needs such.
+  virtual Status MakeTimedEvent(Event* event) = 0;
+  // Seconds between two timed events that were passed (Synchronize).
+  virtual Status Elapsed(Event from, Event to, double* seconds) = 0;
 
   // Enqueues one strided copy from pinned host memory at `source` to `target`.
   virtual Status Enqueue(Stream stream, const Copy& copy, const char* source,

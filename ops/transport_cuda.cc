@@ -90,6 +90,21 @@ void CudaTransport::FreeEvent(Event event) {
   (void)cudaEventDestroy(AsEvent(event));
 }
 
+Status CudaTransport::MakeTimedEvent(Event* event) {
+  const OnDevice on(device_);
+  cudaEvent_t made = nullptr;
+  KVJAX_RETURN_IF_CUDA_ERROR(cudaEventCreate(&made));
+  *event = made;
+  return Status::Ok();
+}
+
+Status CudaTransport::Elapsed(Event from, Event to, double* seconds) {
+  float ms = 0;
+  KVJAX_RETURN_IF_CUDA_ERROR(cudaEventElapsedTime(&ms, AsEvent(from), AsEvent(to)));
+  *seconds = double(ms) / 1e3;
+  return Status::Ok();
+}
+
 Status CudaTransport::Enqueue(Stream stream, const Copy& copy, const char* source,
                               char* target) {
   source += copy.source;

@@ -13,8 +13,12 @@
 namespace kvjax {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 class EmulatedEvent {
  public:
+  explicit EmulatedEvent(bool timed) : timed_(timed) {}
+
   int64_t Record() {
     std::lock_guard<std::mutex> lock(mutex_);
     return ++recorded_;
@@ -26,16 +30,25 @@ class EmulatedEvent {
   void Pass(int64_t record) {
     std::lock_guard<std::mutex> lock(mutex_);
     passed_ = record > passed_ ? record : passed_;
+    if (timed_) at_ = Clock::now();
     changed_.notify_all();
   }
   void Await(int64_t record) {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return passed_ >= record; });
   }
+  // When it was passed, if it is timed and was.
+  bool At(Clock::time_point* at) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    *at = at_;
+    return timed_ && passed_ > 0;
+  }
 
  private:
+  const bool timed_;
   std::mutex mutex_;
   std::condition_variable changed_;
+  Clock::time_point at_;
   int64_t recorded_ = 0, passed_ = 0;
 };
 
@@ -132,12 +145,26 @@ void EmulatedTransport::FreeStream(Stream stream) {
 }
 
 Status EmulatedTransport::MakeEvent(Event* event) {
-  *event = new SharedEvent(std::make_shared<EmulatedEvent>());
+  *event = new SharedEvent(std::make_shared<EmulatedEvent>(/*timed=*/false));
   return Status::Ok();
 }
 
 void EmulatedTransport::FreeEvent(Event event) {
   delete static_cast<SharedEvent*>(event);
+}
+
+Status EmulatedTransport::MakeTimedEvent(Event* event) {
+  *event = new SharedEvent(std::make_shared<EmulatedEvent>(/*timed=*/true));
+  return Status::Ok();
+}
+
+Status EmulatedTransport::Elapsed(Event from, Event to, double* seconds) {
+  Clock::time_point start, end;
+  if (!AsEvent(from)->At(&start) || !AsEvent(to)->At(&end)) {
+    return Status::Internal("the time of an event that is not timed or not passed");
+  }
+  *seconds = std::chrono::duration<double>(end - start).count();
+  return Status::Ok();
 }
 
 Status EmulatedTransport::Enqueue(Stream stream, const Copy& copy, const char* source,

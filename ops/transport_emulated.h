@@ -30,6 +30,8 @@ class EmulatedTransport : public Transport {
   void FreeStream(Stream stream) override;
   Status MakeEvent(Event* event) override;
   void FreeEvent(Event event) override;
+  Status MakeTimedEvent(Event* event) override;
+  Status Elapsed(Event from, Event to, double* seconds) override;
   Status Enqueue(Stream stream, const Copy& copy, const char* source,
                  char* target) override;
   Status Record(Event event, Stream stream) override;

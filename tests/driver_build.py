@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 OPS = ROOT / "ops"
 SOURCES = ROOT / "tests" / "driver"
 PLAIN = ("-O1",)
-UNITS = ("ranges", "ring", "attend", "registry", "transport_emulated")
+UNITS = ("ranges", "ring", "attend", "registry", "timeline", "transport_emulated")
 
 _scratch = tempfile.TemporaryDirectory(
     prefix="kvjax_driver"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.delivery.ring import RingStats
+from kvjax.delivery.timeline import COMPUTE, TRANSFER
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -105,6 +106,12 @@ def test_every_count_is_explained_in_order():
     explained = first_column("delivery.md")
     counts = [name for name in explained if name in RingStats._fields]
     assert counts == [*RingStats._fields]
+
+
+def test_every_kind_of_mark_is_explained_in_order():
+    kinds = (*TRANSFER, *COMPUTE)
+    explained = first_column("delivery.md")
+    assert [name for name in explained if name in kinds] == [*kinds]
 
 
 def test_the_example_of_a_model_runs_as_written(capsys):

@@ -73,6 +73,17 @@ def test_copies_hide_behind_kernels(driver: Path):
     assert "ordered: 28802 us" in done.stdout  # copy + compute: what hiding saves
 
 
+def test_marks_last_as_long_as_the_work_that_they_are_of(driver: Path):
+    done = play(driver, "virtual")
+    for said in (
+        "copy: 99 marks of 150.0 to 150.0 us",  # 3 of them for a step to come
+        "launch: 96 marks of 60.0 to 60.0 us",
+        "ordered copy: 96 marks of 150.0 to 150.0 us",
+        "ordered launch: 96 marks of 60.0 to 60.0 us",
+    ):
+        assert f"\n{said}\n" in done.stdout
+
+
 @pytest.mark.parametrize("flags", [THREADS, ADDRESSES], ids=["thread", "address"])
 def test_a_sanitizer_finds_nothing(flags: tuple[str, ...], tmp_path: Path):
     program = sanitized(flags, tmp_path)
@@ -200,6 +211,7 @@ MUTANTS = {
             }
 
             Status Ring::Release(Stream compute) {
+            NoteHead(compute, MarkKind::kLaunch);
             Slot& slot = slot_of(base_ + head_);
             KVJAX_RETURN_IF_ERROR(transport_->Record(slot.release, compute));
             slot.released = true;

@@ -3,12 +3,14 @@
 import ctypes
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import jax
 
-from kvjax.config import RingConfig
-from kvjax.delivery import ffi
+from kvjax.config import RingConfig, check_range
+from kvjax.delivery import ffi, timeline
 from kvjax.delivery.placement import Placement
 from kvjax.delivery.plan import Decline, Slots, plan_ring
 
@@ -136,6 +138,38 @@ class Ring:
         if not self._devices:
             texts = {d: plan.reason for d, plan in self.plans.items()}
         return {device: text for device, text in texts.items() if text}
+
+    @contextmanager
+    def trace(self, max_marks: int = timeline.MAX_MARKS) -> Iterator[timeline.Trace]:
+        """Notes when what ran, within a `with`; its trace is filled in at the end.
+
+        The end waits for the last work that was noted. Steps run on their own: wait for
+        them (jax.block_until_ready(cache)) within the `with`.
+
+        Args:
+          max_marks: Kept of each device; what comes later is counted only, and said.
+
+        Raises:
+          ValueError: there is nothing to trace, or it is being traced already; at the
+            end: another ring took the place of the one that was traced.
+        """
+        check_range("max_marks", max_marks, 1, timeline.MOST_MARKS)
+        if not self._devices:
+            raise ValueError("there is no ring to trace: the backend is reference")
+        trace, started = timeline.Trace(), []
+        try:
+            for device in self._devices:
+                timeline.start(*self._place(device), max_marks)
+                started.append(device)
+            yield trace
+        finally:
+            for device in started:
+                ended = timeline.stop(*self._place(device), max_marks)
+                trace.marks[device], trace.missed[device] = ended
+        timeline.tell_missed(trace, max_marks)
+
+    def _place(self, device: jax.Device) -> tuple[ctypes.CDLL, int, int]:
+        return _library(device), self.placement.ring_id, _ordinal(device)
 
     def close(self) -> None:
         """Waits for deliveries in flight and gives everything back, once.

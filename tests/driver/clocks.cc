@@ -51,6 +51,7 @@ struct LoggedStream {
 struct LoggedEvent {
   bool recorded = false;
   Clock clock;
+  int64_t time = 0;  // work enqueued before it, on any stream
 };
 
 // Bytes that a copy put into a slot or scratch.
@@ -146,7 +147,7 @@ class Clocks : public Machine {
 
   void Record(LoggedEvent& event, LoggedStream& stream) {
     Next(stream);
-    event = {true, stream.clock};
+    event = {true, stream.clock, num_enqueued_};
   }
   bool Wait(LoggedStream& stream, const LoggedEvent& event) {
     Next(stream);
@@ -163,6 +164,7 @@ class Clocks : public Machine {
   };
 
   Work Next(LoggedStream& stream) {
+    num_enqueued_ += 1;
     stream.clock.Join(host_);
     const Clock before = stream.clock;
     const int64_t index = before[stream.index] + 1;
@@ -234,6 +236,7 @@ class Clocks : public Machine {
 
   LoggedStream compute_;
   Clock host_;
+  int64_t num_enqueued_ = 0;
   std::list<LoggedStream> streams_;  // stay where they are
   uintptr_t next_ = uintptr_t(1) << 40;
   std::map<const char*, Block> blocks_;
@@ -271,6 +274,14 @@ class LoggedTransport : public Transport {
     return Status::Ok();
   }
   void FreeEvent(Event event) override { delete &EventOf(event); }
+  Status MakeTimedEvent(Event* event) override {
+    clocks_->timed_events += 1;
+    return MakeEvent(event);
+  }
+  Status Elapsed(Event from, Event to, double* seconds) override {
+    *seconds = double(EventOf(to).time - EventOf(from).time);
+    return Status::Ok();
+  }
   Status Enqueue(Stream stream, const Copy& copy, const char* source,
                  char* target) override {
     clocks_->Copied(StreamOf(stream), copy, source, target);

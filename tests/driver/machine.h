@@ -74,6 +74,8 @@ class Machine {
   int64_t slot_bytes = 0;
   Range scratch;
 
+  int64_t timed_events = 0;  // that transports made
+
   // What went wrong first; "" if nothing did.
   std::string failure() {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -104,6 +104,20 @@ bool TryMakespan(const char* name, const Host& host, const Load& load,
   return hidden;
 }
 
+// What a trace says that work of one kind took, on a host that costs nothing.
+void PrintMarks(const char* name, MarkKind kind, const Load& load, int64_t num_slots) {
+  std::vector<Mark> marks;
+  Makespan(load, {0, 0, false}, /*depth=*/num_slots > 0, num_slots, &marks);
+  std::vector<double> us;
+  for (const Mark& mark : marks) {
+    if (mark.kind == kind) us.push_back((mark.end_s - mark.begin_s) * 1e6);
+  }
+  std::sort(us.begin(), us.end());
+  if (us.empty()) us.push_back(-1);
+  std::printf("%s: %zu marks of %.1f to %.1f us\n", name, us.size(), us.front(),
+              us.back());
+}
+
 int PlayVirtual() {
   // A launch thread that runs ahead of a GPU, and wakes up late where it waits for one;
   // the cpu platform, where a kernel is done when its call returns.
@@ -121,6 +135,10 @@ int PlayVirtual() {
   const bool added = ordered > 1.9 * load.copies();
   std::printf("ordered: %.0f us, %.3f of the bound\n", ordered,
               ordered / load.copies());
+  PrintMarks("copy", MarkKind::kCopy, load, 8);
+  PrintMarks("launch", MarkKind::kLaunch, load, 8);
+  PrintMarks("ordered copy", MarkKind::kOrderedCopy, load, 0);
+  PrintMarks("ordered launch", MarkKind::kLaunch, load, 0);
   std::printf("virtual: %s\n", hidden && added ? "ok" : "FAILED: overlap is lost");
   return hidden && added ? 0 : 1;
 }

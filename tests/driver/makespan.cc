@@ -62,6 +62,11 @@ class SimulatedTransport : public Transport {
     return Status::Ok();
   }
   void FreeEvent(Event event) override { delete &TimeOf(event); }
+  Status MakeTimedEvent(Event* event) override { return MakeEvent(event); }
+  Status Elapsed(Event from, Event to, double* seconds) override {
+    *seconds = (TimeOf(to) - TimeOf(from)) / 1e6;
+    return Status::Ok();
+  }
 
   Status Enqueue(Stream stream, const Copy& copy, const char*, char*) override {
     const double share = double(copy.width * copy.height) / kSegmentBytes;
@@ -106,7 +111,8 @@ StepPlan PlanOf(const Load& load, uint64_t step) {
 
 }  // namespace
 
-double Makespan(const Load& load, const Host& host, int64_t depth, int64_t num_slots) {
+double Makespan(const Load& load, const Host& host, int64_t depth, int64_t num_slots,
+                std::vector<Mark>* marks) {
   Simulation simulation(host);
   double compute = 0;
   RingSettings settings;
@@ -125,6 +131,7 @@ double Makespan(const Load& load, const Host& host, int64_t depth, int64_t num_s
     return Status::Ok();
   };
   Status status;
+  if (marks != nullptr) status = ring.StartTrace(1 << 16);
   for (int64_t step = 0; step < load.num_steps && status.ok(); ++step) {
     simulation.Await(compute);
     ring.Prepare();
@@ -136,6 +143,8 @@ double Makespan(const Load& load, const Host& host, int64_t depth, int64_t num_s
     }
   }
   ring.Close();
+  int64_t missed = 0;
+  if (marks != nullptr && status.ok()) status = ring.StopTrace(marks, &missed);
   return status.ok() ? compute : -1;
 }
 

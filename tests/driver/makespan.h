@@ -4,6 +4,9 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
+
+#include "timeline.h"
 
 namespace kvjax {
 
@@ -26,7 +29,9 @@ struct Host {
 };
 
 // Microseconds of all steps through a ring; num_slots = 0: ordered, without one. Each
-// begin waits for the step before, as it must to know the lengths.
-double Makespan(const Load& load, const Host& host, int64_t depth, int64_t num_slots);
+// begin waits for the step before, as it must to know the lengths. Traced if there is
+// somewhere to put the marks.
+double Makespan(const Load& load, const Host& host, int64_t depth, int64_t num_slots,
+                std::vector<Mark>* marks = nullptr);
 
 }  // namespace kvjax

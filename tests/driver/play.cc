@@ -62,6 +62,35 @@ void Play::Open() {
   Expect(OpenRing(ring_id_, 0, settings_, machine_.MakeTransport(emulation)),
          "a new ring is open already");
   ring_ = PeekRing(ring_id_, 0);
+  Trace();
+}
+
+// Traces some seeds' rings, and some of those for a few marks only.
+void Play::Trace() {
+  max_marks_ = seed_ % 3 != 1 ? 0 : seed_ % 2 == 0 ? 50 : 5000;
+  if (max_marks_ == 0) return;
+  std::lock_guard<std::mutex> lock(ring_->mutex());
+  const Status started = ring_->StartTrace(max_marks_);
+  Expect(started.ok(), "trace: " + started.message);
+}
+
+// Every byte that was copied is in a mark, and no mark ends before it begins.
+void Play::CheckTrace() {
+  Expect((machine_.timed_events > 0) == (max_marks_ > 0),
+         "timed events without a trace, or none for one");
+  if (max_marks_ == 0) return;
+  std::lock_guard<std::mutex> lock(ring_->mutex());
+  std::vector<Mark> marks;
+  int64_t missed = 0, copied = 0;
+  const Status stopped = ring_->StopTrace(&marks, &missed);
+  Expect(stopped.ok(), "trace: " + stopped.message);
+  for (const Mark& mark : marks) {
+    copied += mark.bytes;
+    Expect(mark.begin_s <= mark.end_s, "a mark ends before it begins");
+  }
+  Expect(missed == 0 || int64_t(marks.size()) == max_marks_, "a trace missed too soon");
+  Expect(missed > 0 || copied == machine_.copied_bytes() - copied_before_,
+         "the bytes of a trace are not those that were copied");
 }
 
 // Closes the ring and opens another one in its place, now, be a step under way or not.
@@ -70,6 +99,7 @@ void Play::Reopen() {
   CloseRing(ring_id_, 0);
   clean_ = false;
   CheckCounts();
+  CheckTrace();
   Add(ring_->stats(), &closed_);
   copied_before_ = machine_.copied_bytes();
   delivered_segments_ = delivered_bytes_ = 0;
@@ -161,6 +191,7 @@ void Play::End() {
   FreeOld(false);
   machine_.Finish();
   CheckCounts();
+  CheckTrace();
 }
 
 // All layers that have a tail, in order; now and then one comes twice.

@@ -36,6 +36,8 @@ class Play {
  private:
   void Open();
   void Reopen();
+  void Trace();
+  void CheckTrace();
   void Step();
   uint64_t Change();
   void PlayIdle();
@@ -79,6 +81,7 @@ class Play {
   int64_t slot_launches_ = 0;     // of this attend
   int64_t scratch_launches_ = 0;  // of this attend
   int64_t copied_before_ = 0;     // bytes, when this ring was opened
+  int64_t max_marks_ = 0;         // of this ring's trace; 0: none
   RingStats closed_;              // counts of the rings before this one
   int64_t launches_ = 0;
   int64_t delivered_segments_ = 0;

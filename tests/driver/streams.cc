@@ -81,6 +81,10 @@ class CheckedTransport : public EmulatedTransport {
     return Status::Ok();
   }
   void Free(char* memory) override { blocks_->Find(memory)->Free(false); }
+  Status MakeTimedEvent(Event* event) override {
+    machine_->timed_events += 1;
+    return EmulatedTransport::MakeTimedEvent(event);
+  }
 
   Status Enqueue(Stream stream, const Copy& copy, const char* source,
                  char* target) override {

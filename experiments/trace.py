@@ -1,0 +1,216 @@
+"""What do link and kernels do when, and why is the link idle when it is?
+
+    python experiments/trace.py --geometry=llama-3.1-8b --cells=32768 \
+        --json=trace.json --plot=trace.png
+
+Decodes a few steps over random cells in a loop that waits at its end only, with marks
+of time on both streams (Ring.trace), and says how they spent it. If delivery is as it
+should be, the transfer stream copies nearly all of the time and pauses only where a
+step begins. --json is for ui.perfetto.dev or chrome://tracing: a track for each stream
+and each slot; --plot draws one step. docs/delivery.md says how to read them. Marks cost
+some time of their own, so figures of speed are bench_decode's.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+from paths import check_paths
+from trace_marks import events, summary, table, whole_steps
+
+from kvjax.config import CACHE_DTYPES, MIB, CacheConfig, RingConfig, check_range
+from kvjax.delivery.placement import Placement, make_mesh
+from kvjax.delivery.plan import Decline, plan_ring
+from kvjax.delivery.ring import Ring
+from kvjax.delivery.timeline import MAX_MARKS, MOST_MARKS, Mark, Trace
+from kvjax.generate import Decoder
+from kvjax.measurement import (
+    WARMUP,
+    DecodeStep,
+    provenance,
+    random_cache,
+    run_steps,
+)
+from kvjax.model.transformer import GEOMETRIES, ModelConfig, random_model
+
+PACKAGES = ("jax", "jaxlib", "flax", "numpy")
+
+GEOMETRY = flags.DEFINE_enum(
+    "geometry", "tiny", list(GEOMETRIES), "Random weights of this geometry."
+)
+CELLS = flags.DEFINE_integer(
+    "cells", 4096, "Cells that each sequence holds.", lower_bound=0
+)
+BATCH = flags.DEFINE_integer("batch", 1, "Sequences.", lower_bound=1)
+CAPACITY = flags.DEFINE_integer(
+    "capacity", None, "Cells of each sequence's cache. Default: what the run needs."
+)
+DEVICE_CELLS = flags.DEFINE_integer(
+    "device_cells", 0, "Cells that stay on the device, a multiple of 128."
+)
+DEPTH = flags.DEFINE_integer(
+    "depth", RingConfig().depth, "Of the ring; 0 traces the ordered path."
+)
+SLOT_MIB = flags.DEFINE_float("slot_mib", RingConfig().slot_bytes / MIB, "Of the ring.")
+BUDGET_MIB = flags.DEFINE_float("budget_mib", RingConfig().budget / MIB, "Of the ring.")
+DTYPE = flags.DEFINE_enum("dtype", "bfloat16", CACHE_DTYPES, "Of the cache's cells.")
+STEPS = flags.DEFINE_integer("steps", 3, "Whole steps to trace.", lower_bound=1)
+MARKS = flags.DEFINE_integer("marks", MAX_MARKS, "Kept at most; the trace ends there.")
+COMMIT = flags.DEFINE_string("commit", None, "Of this code, where git can't tell.")
+JSON = flags.DEFINE_string("json", None, "Writes the trace to this file.")
+PLOT = flags.DEFINE_string("plot", None, "Draws a step in this file.")
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    try:
+        run(
+            geometry=GEOMETRY.value,
+            cells=CELLS.value,
+            batch=BATCH.value,
+            capacity=CAPACITY.value,
+            device_cells=DEVICE_CELLS.value,
+            ring_config=RingConfig(
+                depth=DEPTH.value,
+                slot_bytes=round(SLOT_MIB.value * MIB),
+                budget_bytes=round(BUDGET_MIB.value * MIB),
+            ),
+            dtype=DTYPE.value,
+            steps=STEPS.value,
+            max_marks=MARKS.value,
+            commit=COMMIT.value,
+            json_path=JSON.value,
+            plot_path=PLOT.value,
+        )
+    except ValueError as error:
+        logging.debug("traceback", exc_info=True)
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(
+    *,
+    geometry: str,
+    cells: int,
+    batch: int,
+    capacity: int | None,
+    device_cells: int,
+    ring_config: RingConfig,
+    dtype: str,
+    steps: int,
+    max_marks: int,
+    commit: str | None,
+    json_path: str | None,
+    plot_path: str | None,
+) -> None:
+    check_paths(json_path, plot_path)
+    check_range("--marks", max_marks, 1, MOST_MARKS)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    config = ModelConfig.of(geometry)
+    placement = place_cells(config, cells, batch, capacity, device_cells, dtype, steps)
+    check_ring(placement, ring_config)
+    trace = trace_steps(config, placement, ring_config, cells, steps, max_marks)
+    device, marks = next(iter(trace.marks.items()))
+    whole = whole_steps(marks)
+    title = f"{geometry}, {cells:,} cells x {batch}, depth {ring_config.depth}"
+    print(f"{title}, on {device.device_kind}")
+    print("\n".join(table(marks)))
+    if json_path is not None:
+        found = {
+            "experiment": "trace",
+            **provenance(device, PACKAGES, sys.argv, commit),
+            "missed": trace.missed[device],
+            **summary(marks),
+        }
+        write_trace(json_path, device, marks, found)
+    if plot_path is not None:
+        from figures import draw_timeline
+
+        draw_timeline(marks, whole[len(whole) // 2], title, plot_path)
+
+
+def place_cells(
+    config: ModelConfig,
+    cells: int,
+    batch: int,
+    capacity: int | None,
+    device_cells: int,
+    dtype: str,
+    steps: int,
+) -> Placement:
+    """Where the cells lie; the cache has room for all steps and the warm-up."""
+    added = WARMUP + steps + 1
+    needed = cells + added
+    if capacity is not None and capacity < needed:
+        raise ValueError(
+            f"--capacity must be at least {needed} ({cells} cells and {added} tokens), "
+            f"got {capacity}"
+        )
+    cache = CacheConfig(
+        num_layers=config.num_layers,
+        batch_size=batch,
+        capacity=capacity or needed,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        device_cells=device_cells,
+    )
+    return Placement(config=cache, num_heads=config.num_heads, mesh=make_mesh())
+
+
+def check_ring(placement: Placement, config: RingConfig) -> None:
+    """Raises ValueError if no cell would be delivered; depth 0 was asked for."""
+    plan = plan_ring(placement, replace(config, depth=config.depth or 1))
+    if isinstance(plan, Decline):
+        raise ValueError(f"there is no delivery to trace: {plan.reason}")
+
+
+def trace_steps(
+    config: ModelConfig,
+    placement: Placement,
+    ring_config: RingConfig,
+    cells: int,
+    steps: int,
+    max_marks: int,
+) -> Trace:
+    """Warms up, then traces: one step more, whose begin ends the last whole one."""
+    device = placement.mesh.devices.flat[0]
+    weights = "float32" if device.platform == "cpu" else "bfloat16"
+    model = random_model(config, dtype=weights, mesh=placement.mesh)
+    decoder = Decoder(model, placement)
+    step, batch = DecodeStep(decoder), placement.config.batch_size
+    cache = random_cache(placement, [cells] * batch)
+    first = decoder.place(np.full(batch, 7, np.int32))
+    with Ring.open(placement, ring_config) as ring:
+        warm = run_steps(step, first, cache, WARMUP)
+        if ring_config.depth > 0 and ring.declines():
+            raise ValueError(f"there is no ring: {set(ring.declines().values())}")
+        jax.block_until_ready(warm.cache)
+        with ring.trace(max_marks) as trace:
+            done = run_steps(step, warm.drawn[-1], warm.cache, steps + 1)
+            jax.block_until_ready(done.cache)
+    return trace
+
+
+def write_trace(
+    path: str, device: jax.Device, marks: Sequence[Mark], found: dict
+) -> None:
+    """Writes events for a viewer, and beside them what was found."""
+    trace = {
+        "traceEvents": events(marks, device.id, str(device)),
+        "displayTimeUnit": "ms",
+        "otherData": found,
+    }
+    Path(path).write_text(json.dumps(trace) + "\n")
+
+
+if __name__ == "__main__":
+    app.run(main)
