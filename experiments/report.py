@@ -63,7 +63,7 @@ ATTENTION = {
     "GB": ("gb", "{:.2f}"),
     "GB/s": ("rate", "{:,.1f}"),
     "share of memory's or link's rate": ("share", "{:.3f}"),
-    "stand-alone ms": ("standalone_ms", "{:.3f}"),
+    "over stand-alone": ("over_standalone", "{:.3f}x"),
 }
 PEERS = {
     "cells": ("cells", "{:,}"),
@@ -148,7 +148,7 @@ def section(path: Path, one: dict, found: list[dict], page: Path) -> Iterator[st
     yield from facts(path, one, page)
     known = {
         "bench_decode": decode,
-        "bench_attention": lambda one, *_: table(map(derived, one["rows"]), ATTENTION),
+        "bench_attention": attention,
         "hf_offload": peers,
         "advise": lambda one, *_: table(map(derived, one["rows"]), ADVICE),
     }
@@ -195,6 +195,14 @@ def decode(one: dict, found: list[dict], path: Path, page: Path) -> Iterator[str
         ]
         figures.draw_decode([one], str(picture), theirs)
         yield f"\n![ms a token over cells]({link(picture, page)})"
+
+
+def attention(one: dict, *_) -> Iterator[str]:
+    if one["rows"]:
+        yield from table(map(derived, one["rows"]), ATTENTION)
+        yield ""
+    for error in one.get("errors", ()):
+        yield f"- **no result**: {error}"
 
 
 def peers(one: dict, found: list[dict], path: Path, page: Path) -> Iterator[str]:

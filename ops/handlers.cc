@@ -140,6 +140,13 @@ ffi::Error AbortStep(Ring& ring, Stream compute, const Status& status) {
   return ToError(status);
 }
 
+bool Told(const Status& status, char* reason, int64_t size) {
+  if (status.ok()) return true;
+  std::strncpy(reason, status.message.c_str(), size - 1);
+  reason[size - 1] = 0;
+  return false;
+}
+
 uint64_t NextStamp() {
   static std::atomic<uint64_t> last{0};
   return ++last;

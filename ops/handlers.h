@@ -63,6 +63,9 @@ Status CheckAppend(const ffi::AnyBuffer& cells, const ffi::AnyBuffer& rows,
 // XLA frees its tails: what was sent is joined to `compute` first.
 ffi::Error AbortStep(Ring& ring, Stream compute, const Status& status);
 
+// For C symbols that can fail: whether it succeeded; if not, why, cut to `size` bytes.
+bool Told(const Status& status, char* reason, int64_t size);
+
 // A step's new stamp: unique in this process, never 0.
 uint64_t NextStamp();
 

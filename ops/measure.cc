@@ -1,22 +1,7 @@
 // The C symbols of measure.h: true, or false and a reason, cut to `size` bytes.
 #include "measure.h"
 
-#include <cstring>
-
 #include "handlers.h"
-
-namespace kvjax {
-namespace {
-
-bool Told(const Status& status, char* reason, int64_t size) {
-  if (status.ok()) return true;
-  std::strncpy(reason, status.message.c_str(), size - 1);
-  reason[size - 1] = 0;
-  return false;
-}
-
-}  // namespace
-}  // namespace kvjax
 
 KVJAX_EXPORT bool kvjax_measure_copy(int64_t device, int64_t piece_bytes,
                                      int64_t pieces, int64_t passes, double* seconds,

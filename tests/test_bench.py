@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_arms import BitsDiffer, attend_all, check_bits, draw_inputs, place
+from copy_then_attend import copy_then_attend
 
 from experiments import goals
 from experiments.decode_rows import (
@@ -21,7 +24,9 @@ from experiments.decode_rows import (
     verdict,
 )
 from kvjax.config import MIB, RingConfig
-from kvjax.measurement import WARMUP
+from kvjax.delivery.plan import smallest_slot
+from kvjax.measurement import WARMUP, random_cache, rewind
+from kvjax.model.transformer import ModelConfig
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = ROOT / "experiments"
@@ -341,27 +346,57 @@ def test_the_report_is_made_of_the_files(bench, tmp_path):
     assert refused == 2 and "run an experiment with --json" in said
 
 
-def test_attention_alone_is_held_against_memory_and_link(tmp_path):
-    alone = tmp_path / "alone.json"
-    alone.write_text('{"rows": [{"cells": 100, "batch": 2, "ms": 1.0}]}')
+def test_attention_alone_is_held_against_memory_link_and_a_loop(tmp_path):
     path = tmp_path / "attention.json"
+    arms = "device,ordered,pipelined,standalone"
     good = [
-        *("--geometry=tiny", "--cells=100", "--batch=2", "--arms=device,ordered"),
-        *("--passes=2", "--repeats=2", f"--standalone={alone}", f"--json={path}"),
+        *("--geometry=tiny", "--cells=1000", "--batch=3", f"--arms={arms}"),
+        *("--passes=2", "--repeats=1", f"--json={path}"),
     ]
-    bad = ["--standalone=/none"]
+    bad = ["--arms=alone"]
     (code, _, said), (refused, _, why) = run_all("bench_attention.py", good, bad)
     assert code == 0, said
     found = json.loads(path.read_text())
-    got = [(row["arm"], row["live_bytes"]) for row in found["rows"]]
-    assert got == [("device", 200 * CELL), ("ordered", 200 * CELL)]
-    rates = {"device": found["read_bytes_s"], "ordered": found["link_bytes_s"]}
+    assert [row["arm"] for row in found["rows"]] == arms.split(",")
+    rates = {"device": found["read_bytes_s"]}
     for row in found["rows"]:
-        bound = row["live_bytes"] / rates[row["arm"]] * 1e3
+        assert row["live_bytes"] == 3000 * CELL
+        bound = row["live_bytes"] / rates.get(row["arm"], found["link_bytes_s"]) * 1e3
         assert row["bound_ms"] == pytest.approx(bound)
         assert row["share"] == pytest.approx(bound / row["ms"])
-    assert [row["standalone_ms"] for row in found["rows"]] == [1.0, 1.0]
-    assert refused == 2 and "--standalone must be a JSON" in why
+        assert len(row["runs_ms"]) == 2
+    _, ordered, _, alone = found["rows"]
+    assert ordered["over_standalone"] == pytest.approx(ordered["ms"] / alone["ms"])
+    assert refused == 2 and "--arms must be of device, ordered" in why
+
+
+def test_an_attend_of_other_bits_stops_its_times():
+    wanted = np.zeros((4, 1, 1, 2, 8), jnp.bfloat16)
+    out = wanted.copy()
+    out[2, 0, 0, 1, 3] = -0.0
+    check_bits("ordered", wanted.copy(), wanted)
+    with pytest.raises(BitsDiffer, match="1 layers, the first of them 2"):
+        check_bits("ordered", out, wanted)
+
+
+def test_the_stand_alone_loop_gives_the_bits_of_each_layer_or_refuses(mesh1):
+    """Cells of other layers are others: a loop over the wrong tail would show."""
+    placement = place(ModelConfig.of("tiny"), 2, 300, "ordered", mesh1, "float32")
+    cache, inputs = random_cache(placement, [300, 129]), draw_inputs(placement)
+    outs = attend_all(placement)(*inputs, cache)
+    given = dict(scale=placement.config.head_dim**-0.5, passes=1)
+    args = placement, cache, *map(np.asarray, inputs)
+    smallest = smallest_slot(placement)
+    for slot_bytes in (smallest, 5 * smallest):
+        seconds, alone = copy_then_attend(*args, slot_bytes=slot_bytes, **given)
+        assert seconds > 0
+        assert alone.tobytes() == np.stack(list(map(np.asarray, outs))).tobytes()
+    assert len({out.tobytes() for out in alone}) == len(outs)
+    with pytest.raises(ValueError, match="holds no block of cells"):
+        copy_then_attend(*args, slot_bytes=smallest - 1, **given)
+    args = placement, rewind(placement, cache, [0, 1]), *args[2:]
+    with pytest.raises(ValueError, match="sequence 0 holds 0 of 384 cells"):
+        copy_then_attend(*args, slot_bytes=smallest, **given)
 
 
 def test_a_peer_that_cannot_run_says_what_is_missing():
