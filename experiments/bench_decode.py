@@ -39,6 +39,7 @@ from decode_rows import (
     TokensDiffer,
     check_near,
     check_same,
+    decline_rows,
     make_rows,
     since,
     table,
@@ -90,8 +91,11 @@ BATCH = flags.DEFINE_list("batch", ["1"], "Sequences.")
 RAGGED = flags.DEFINE_bool(
     "ragged", False, "Spread a batch's lengths from half to one and a half --cells."
 )
-CAPACITY = flags.DEFINE_integer(
-    "capacity", None, "Cells of each sequence's cache. Default: what the run needs."
+CAPACITY = flags.DEFINE_list(
+    "capacity",
+    [],
+    "Cells of each sequence's cache; every arm runs over each. Default: what the run "
+    "needs.",
 )
 DEVICE_CELLS = flags.DEFINE_list(
     "device_cells",
@@ -156,11 +160,11 @@ def main(argv: Sequence[str]) -> int:
                 ARM.value,
                 DEVICE_CELLS.value,
                 make_rings(DEPTH.value, SLOT_MIB.value, BUDGET_MIB.value),
+                numbers("capacity", CAPACITY.value) if CAPACITY.value else [None],
             ),
             cells=numbers("cells", CELLS.value),
             batch=numbers("batch", BATCH.value),
             ragged=RAGGED.value,
-            capacity=CAPACITY.value,
             dtype=DTYPE.value,
             effort=Effort(
                 tokens=TOKENS.value, waiting=WAITING.value, repeats=REPEATS.value
@@ -183,7 +187,6 @@ def run(
     cells: list[int],
     batch: list[int],
     ragged: bool,
-    capacity: int | None,
     dtype: str,
     effort: Effort,
     commit: str | None,
@@ -198,9 +201,10 @@ def run(
     weights = "float32" if device.platform == "cpu" else "bfloat16"
     checkpoint = None if model_path is None else open_checkpoint(model_path)
     config = ModelConfig.of(geometry) if checkpoint is None else checkpoint.config
-    cases = [make_case(n, b, ragged, capacity, effort) for b in batch for n in cells]
-    for case in cases:
-        check_case(arms, case, config, mesh, dtype, weights)
+    cases = [make_case(n, b, ragged, effort) for b in batch for n in cells]
+    declines = {
+        case: check_case(arms, case, config, mesh, dtype, weights) for case in cases
+    }
 
     link, read = link_rate(device, piece_bytes=PIECE_BYTES), read_rate(device)
     found = {
@@ -214,6 +218,7 @@ def run(
         "link_bytes_s": link,
         "read_bytes_s": read,
         "rows": [],
+        "declined": [],
         "errors": [],
     }
     print(f"{found['model']} on {device.device_kind}, weights {weights}, cells {dtype}")
@@ -225,18 +230,20 @@ def run(
     else:
         model, config = load(checkpoint, dtype=weights, mesh=mesh)
     bench = Bench(model, config, mesh, dtype, effort, link)
-    with tqdm(
-        total=sum(bench.turns(arms, c) for c in cases), leave=False, disable=None
-    ) as bar:
+    running = {c: [arm for arm in arms if arm not in declines[c]] for c in cases}
+    turns = sum(bench.turns(running[case], case) for case in cases)
+    with tqdm(total=turns, leave=False, disable=None) as bar:
         for case in cases:
+            declined = decline_rows(declines[case], case)
+            found["declined"] += declined
             try:
-                found["rows"] += bench.measure(arms, case, bar)
+                rows = bench.measure(running[case], case, bar)
             except TokensDiffer as error:
                 found["errors"].append(f"{case.name}: {error}")
                 bar.write(f"error: {found['errors'][-1]}; its times are not shown")
             else:
-                rows = found["rows"][-len(arms) :]
-                bar.write("\n".join(table(case, rows)))
+                found["rows"] += rows
+                bar.write("\n".join(table(case, rows, declined)))
             if json_path is not None:  # after each case: the next may take long
                 Path(json_path).write_text(json.dumps(found, indent=1) + "\n")
     if plot_path is not None and found["rows"]:
@@ -262,6 +269,7 @@ class Bench:
         self.leaves = split(model)[1]
         self.plain = PlainTransformer(config, dtype=str(model.embedding.dtype))
         self.mesh, self.dtype, self.effort, self.link = mesh, dtype, effort, link
+        self.piece_rates: dict[int, float] = {}
         self.caches: dict[Placement, Cache] = {}
         self.programs: dict[tuple[Placement, bool], Program] = {}
 
@@ -285,7 +293,17 @@ class Bench:
         for row, arm in zip(rows, arms, strict=True):
             row["temp_bytes"] = programs[arm].temp_bytes
             row["compile_s"] = programs[arm].compile_s
+            if arm.name == "pipelined":
+                row["piece_bytes_s"] = self.piece_rate(arm, programs[arm].placement)
         return rows
+
+    def piece_rate(self, arm: Arm, placement: Placement) -> float:
+        """Bytes a second of raw copies in pieces of an arm's slot; measured once."""
+        piece = plan_ring(placement, arm.ring).slot_bytes
+        if piece not in self.piece_rates:
+            device = self.mesh.devices.flat[0]
+            self.piece_rates[piece] = link_rate(device, piece_bytes=piece)
+        return self.piece_rates[piece]
 
     def prepare(self, arms: list[Arm], case: Case, bar: tqdm) -> dict[Arm, Program]:
         """Fills cells and compiles; keeps what the case before had of the same kind."""
@@ -415,9 +433,12 @@ def make_rings(
 
 
 def make_arms(
-    names: Sequence[str], device_cells: Sequence[str], rings: list[RingConfig]
+    names: Sequence[str],
+    device_cells: Sequence[str],
+    rings: list[RingConfig],
+    capacities: list[int | None],
 ) -> list[Arm]:
-    """The arms in the order of ARMS; some once for each placement or ring."""
+    """The arms in the order of ARMS, for each capacity; some for each place or ring."""
     unknown = [name for name in names if name not in ARMS]
     if unknown or not names:
         raise ValueError(f"--arms must be of {', '.join(ARMS)}, got {unknown}")
@@ -434,30 +455,23 @@ def make_arms(
             arms += [Arm(name="pipelined", device_cells=cells, ring=r) for r in rings]
     if "xla" in names:
         arms.append(Arm(name="xla", device_cells="0"))
-    return arms
+    return [replace(arm, capacity=cells) for cells in capacities for arm in arms]
 
 
-def make_case(
-    cells: int, batch: int, ragged: bool, capacity: int | None, effort: Effort
-) -> Case:
+def make_case(cells: int, batch: int, ragged: bool, effort: Effort) -> Case:
     lengths = [cells] * batch
     if ragged:  # evenly from half to one and a half, in no order
         spaced = np.linspace(0.5 * cells, 1.5 * cells, batch).round().astype(int)
         lengths = np.random.default_rng(0).permutation(spaced).tolist()
     needed = max(lengths) + effort.cells
-    if capacity is not None and capacity < needed:
-        raise ValueError(
-            f"--capacity must be at least {needed} ({max(lengths)} cells and "
-            f"{effort.cells} tokens), got {capacity}"
-        )
-    return Case(cells=cells, lengths=tuple(lengths), capacity=capacity or needed)
+    return Case(cells=cells, lengths=tuple(lengths), needed=needed)
 
 
 def cache_config(arm: Arm, case: Case, config: ModelConfig, dtype: str) -> CacheConfig:
     return CacheConfig(
         num_layers=config.num_layers,
         batch_size=len(case.lengths),
-        capacity=case.capacity,
+        capacity=arm.cells(case),
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
@@ -479,22 +493,31 @@ def check_case(
     mesh: Mesh,
     dtype: str,
     weights: str,
-) -> None:
-    """Refuses what cannot run before anything is loaded.
+) -> dict[Arm, str]:
+    """Refuses what cannot run before anything is loaded. All caches live at once.
+
+    Returns:
+      Of several pipelined arms those whose ring is declined, and why.
 
     Raises:
-      ValueError: an arm has no tail or no ring, or memory is short.
+      ValueError: an ordered arm has no tail, no pipelined one a ring, a capacity is too
+        small, or memory is short.
     """
-    needs = {}
+    needs, declined = {}, {}
     for arm in arms:
+        check_capacity(arm, case)
         placement = place_cells(arm, case, config, mesh, dtype)
-        needs[arm.cells_on_device(case)] = footprint(placement)
+        needs[placement] = footprint(placement)
         if arm.ring is None:
             continue
         plan = plan_ring(placement, replace(arm.ring, depth=arm.ring.depth or 1))
         if isinstance(plan, Decline):
-            raise ValueError(f"{arm.label} cannot run at {case.name}: {plan.reason}")
+            declined[arm] = plan.reason
         check_host(placement)
+    pipelined = {arm for arm in arms if arm.name == "pipelined"}
+    for arm, reason in declined.items():
+        if arm not in pipelined or declined.keys() >= pipelined:
+            raise ValueError(f"{arm.label} cannot run at {case.name}: {reason}")
     on_device = sum(need.device_bytes for need in needs.values())
     on_device += config.num_parameters * jnp.dtype(weights).itemsize
     on_host = sum(need.host_bytes for need in needs.values())
@@ -508,6 +531,15 @@ def check_case(
                 f"and the cells of all arms, {free / GB:.1f} GB are free: lower "
                 "--cells or --batch, or leave arms out"
             )
+    return declined
+
+
+def check_capacity(arm: Arm, case: Case) -> None:
+    if arm.cells(case) < case.needed:
+        raise ValueError(
+            f"--capacity must be at least {case.needed} ({max(case.lengths)} cells and "
+            f"{case.needed - max(case.lengths)} tokens), got {arm.capacity}"
+        )
 
 
 def free_device_bytes(device: jax.Device) -> int:

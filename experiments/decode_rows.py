@@ -24,19 +24,25 @@ class Arm:
     name: str
     device_cells: str | None = None  # as --device_cells; None = all
     ring: RingConfig | None = None  # of ordered and pipelined
+    capacity: int | None = None  # cells of a sequence; None = what the case needs
 
     @property
     def label(self) -> str:
         where = "" if self.device_cells in ("0", None) else f" +{self.device_cells}"
+        room = "" if self.capacity is None else f", capacity {self.capacity:,}"
         if self.name != "pipelined":
-            return self.name + where
+            return self.name + where + room
         budget, slot = self.ring.budget / MIB, self.ring.slot_bytes / MIB
         sizes = f"ring {budget:g} MiB, slots {slot:g} MiB"
-        return f"pipelined{where}, {sizes}, depth {self.ring.depth}"
+        return f"pipelined{where}, {sizes}, depth {self.ring.depth}{room}"
 
     @property
     def plain(self) -> bool:
         return self.name == "xla"
+
+    def cells(self, case: "Case") -> int:
+        """Of each sequence's cache."""
+        return case.needed if self.capacity is None else self.capacity
 
     def cells_on_device(self, case: "Case") -> int | None:
         if self.device_cells != "half":
@@ -50,7 +56,7 @@ class Case:
 
     cells: int
     lengths: tuple[int, ...]
-    capacity: int
+    needed: int  # cells of the longest sequence, at the end of a run
 
     @property
     def name(self) -> str:
@@ -132,12 +138,15 @@ def make_rows(
       link: Bytes a second of the raw copy.
     """
     ms = {arm: MS * statistics.median(r.step_s for r in runs[arm]) for arm in runs}
-    device_ms = next((ms[arm] for arm in runs if arm.name == "device"), None)
-    ordered_ms = {a.device_cells: ms[a] for a in runs if a.name == "ordered"}
+    on_device = {a.capacity: ms[a] for a in runs if a.name == "device"}
+    in_order = {
+        (a.device_cells, a.capacity): ms[a] for a in runs if a.name == "ordered"
+    }
     rows = []
     for arm in runs:
         live = live_bytes(arm, runs[arm][0], case, per_cell)
         floor_ms = MS * live / link
+        device_ms = on_device.get(arm.capacity)
         bound_ms = None if arm.name == "device" else max(floor_ms, device_ms or 0.0)
         row = {
             "arm": arm.name,
@@ -146,7 +155,7 @@ def make_rows(
             "batch": len(case.lengths),
             "shortest": min(case.lengths),
             "longest": max(case.lengths),
-            "capacity": case.capacity,
+            "capacity": arm.cells(case),
             "device_cells": arm.cells_on_device(case),
             "ms": ms[arm],
             "spread": spread([r.step_s for r in runs[arm]]),
@@ -157,13 +166,37 @@ def make_rows(
             "bound_ms": bound_ms,
             "share": None if bound_ms is None else bound_ms / ms[arm],
             "device_ms": device_ms,
-            "gain": ratio(ordered_ms.get(arm.device_cells), ms[arm]),
+            "gain": ratio(in_order.get((arm.device_cells, arm.capacity)), ms[arm]),
             "agreed": agreed[arm],
             **ring_facts(arm, runs[arm]),
         }
         row["verdict"] = verdict(row, link)
         rows.append(row)
     return rows
+
+
+def decline_rows(declines: dict[Arm, str], case: Case) -> list[dict]:
+    """Settings that were asked for and got no ring, and why."""
+    return [
+        {
+            "label": arm.label,
+            "cells": case.cells,
+            "batch": len(case.lengths),
+            "capacity": arm.cells(case),
+            "device_cells": arm.cells_on_device(case),
+            **ring_settings(arm.ring),
+            "reason": reason,
+        }
+        for arm, reason in declines.items()
+    ]
+
+
+def ring_settings(ring: RingConfig) -> dict:
+    return {
+        "depth": ring.depth,
+        "slot_bytes": ring.slot_bytes,
+        "budget_bytes": ring.budget,
+    }
 
 
 def live_bytes(arm: Arm, run: Run, case: Case, per_cell: int) -> float:
@@ -192,9 +225,7 @@ def ring_facts(arm: Arm, runs: list[Run]) -> dict:
         return facts
     counts = runs[-1].delivered
     return facts | {
-        "depth": arm.ring.depth,
-        "slot_bytes": arm.ring.slot_bytes,
-        "budget_bytes": arm.ring.budget,
+        **ring_settings(arm.ring),
         "num_slots": runs[-1].num_slots,
         "early_share": ratio(
             counts.early_bytes, counts.early_bytes + counts.ordered_bytes
@@ -246,6 +277,7 @@ COLUMNS = {  # heading: (key, format)
     "share": ("share", "{:.3f}"),
     "gain": ("gain", "{:.2f}x"),
     "GB/s": ("rate", "{:.1f}"),
+    "slots raw": ("piece_rate", "{:.1f}"),
     "ring MiB": ("ring_mib", "{:.1f}"),
     "temp MiB": ("temp_mib", "{:.0f}"),
     "used GiB": ("memory_gib", "{:.2f}"),
@@ -253,15 +285,20 @@ COLUMNS = {  # heading: (key, format)
 }
 
 
-def table(case: Case, rows: list[dict]) -> Iterator[str]:
-    """Lines for a person: ms a token of each arm, and the verdicts."""
-    width = max(len(row["label"]) for row in rows)
-    yield f"\n{case.name}, capacity {case.capacity:,}; ms a token"
+def table(case: Case, rows: list[dict], declined: list[dict]) -> Iterator[str]:
+    """Lines for a person: ms a token of each arm, the verdicts, what was declined.
+
+    "slots raw": GB/s of raw copies in pieces of the arm's slot.
+    """
+    width = max(len(row["label"]) for row in [*rows, *declined])
+    yield f"\n{case.name}; ms a token"
     yield " " * width + "".join(f"{heading:>10}" for heading in COLUMNS)
     for row in rows:
+        piece = row.get("piece_bytes_s")
         shown = row | {
             "gb": row["live_bytes"] / GB,
             "rate": row["live_bytes"] / row["ms"] * MS / GB,
+            "piece_rate": piece and piece / GB,
             "ring_mib": row["ring_bytes"] / MIB,
             "temp_mib": row["temp_bytes"] / MIB,
             "memory_gib": row["device_memory"] / (1 << 30),
@@ -269,5 +306,7 @@ def table(case: Case, rows: list[dict]) -> Iterator[str]:
         values = [(shown[key], form) for key, form in COLUMNS.values()]
         cells = ["" if value is None else form.format(value) for value, form in values]
         yield f"{row['label']:{width}}" + "".join(f"{cell:>10}" for cell in cells)
+    for row in declined:
+        yield f"{row['label']:{width}}  declined: {row['reason']}"
     for row in rows:
         yield f"{row['label']}: {row['verdict']}"

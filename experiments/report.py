@@ -34,6 +34,7 @@ process; the *bound* is the larger of the floor and of the device-resident step 
 same run; the *share* is bound / measured, the *gain* is over the ordered arm. Times are
 ms a token of a loop that waits only at its end, medians of runs in A/B/B/A order; the
 spread is from the least to the most. *Waiting* is a loop that waits for every token.
+*Slots raw* is the rate of a raw copy in pieces of the ring's slot.
 No time is shown unless all arms of kvjax drew the same tokens in every run (xla, which
 rounds elsewhere: at least half of them, fed one by one).
 """
@@ -50,6 +51,7 @@ DECODE = {  # heading: (key, format)
     "share": ("share", "{:.3f}"),
     "gain": ("gain", "{:.2f}x"),
     "GB/s": ("rate", "{:.1f}"),
+    "slots raw": ("piece_rate", "{:.1f}"),
     "ring MiB": ("ring_mib", "{:.1f}"),
     "XLA temp MiB": ("temp_mib", "{:.0f}"),
     "GPU memory GiB": ("memory_gib", "{:.1f}"),
@@ -186,6 +188,7 @@ def decode(one: dict, found: list[dict], path: Path, page: Path) -> Iterator[str
             yield f"- {name}: {row['verdict']}"
     for error in one.get("errors", ()):
         yield f"- **no result**: {error}"
+    yield from settings(one)
     if len({row["cells"] for row in one["rows"]}) > 1:
         picture = path.with_suffix(".png")
         theirs = [
@@ -195,6 +198,46 @@ def decode(one: dict, found: list[dict], path: Path, page: Path) -> Iterator[str
         ]
         figures.draw_decode([one], str(picture), theirs)
         yield f"\n![ms a token over cells]({link(picture, page)})"
+
+
+def settings(one: dict) -> Iterator[str]:
+    """Where an arm had rings of several settings: slots over depths, one table a kind.
+
+    A cell is ms a token and the share of the bound, or why there is none.
+    """
+    rings = [r for r in one["rows"] if r["arm"] == "pipelined"]
+    rings += one.get("declined", ())
+    kinds = ("cells", "batch", "capacity", "device_cells", "budget_bytes")
+    for kind in dict.fromkeys(tuple(row[key] for key in kinds) for row in rings):
+        same = [row for row in rings if tuple(row[key] for key in kinds) == kind]
+        cells, batch, capacity, on_device, budget = kind
+        if len(same) < 3:
+            continue
+        yield (
+            f"\n{cells:,} cells x {batch}, {on_device:,} of them on the device, "
+            f"capacity {capacity:,}, rings of {budget / MIB:g} MiB: ms a token (share "
+            "of the bound)\n"
+        )
+        yield from table(*grid(same))
+
+
+def grid(rings: list[dict]) -> tuple[list[dict], dict[str, tuple[str, str]]]:
+    """(rows, columns) of a table: a row for each slot, a column for each depth."""
+    made: dict[int, dict] = {}
+    for ring in sorted(rings, key=lambda ring: (ring["slot_bytes"], ring["depth"])):
+        row = made.setdefault(ring["slot_bytes"], {"slot": ring["slot_bytes"] / MIB})
+        if "reason" in ring:
+            row[ring["depth"]] = "declined"
+            continue
+        row[ring["depth"]] = f"{ring['ms']:.2f} ({ring['share']:.3f})"
+        row["raw"] = derived(ring).get("piece_rate")
+    columns = {
+        "slot MiB": ("slot", "{:g}"),
+        "GB/s of raw copies of a slot": ("raw", "{:.1f}"),
+    }
+    for depth in sorted({ring["depth"] for ring in rings}):
+        columns[f"depth {depth}"] = (depth, "{}")
+    return list(made.values()), columns
 
 
 def attention(one: dict, *_) -> Iterator[str]:
@@ -238,6 +281,7 @@ def derived(row: dict) -> dict:
         ("ring_mib", "ring_bytes", MIB),
         ("temp_mib", "temp_bytes", MIB),
         ("memory_gib", "device_memory", 1 << 30),
+        ("piece_rate", "piece_bytes_s", GB),
         ("budget_gib", "budget_bytes", 1 << 30),
     ):
         if row.get(key) is not None:

@@ -133,7 +133,8 @@ def _native(device: jax.Device, symbol: str, *args) -> None:
 def random_cache(placement: Placement, lengths: Sequence[int], seed: int = 0) -> Cache:
     """A cache of random cells that holds `lengths` tokens, to measure with.
 
-    Every placement of one config gets the same bits, whatever its device_cells.
+    A cell's bits depend on its layer, its sequence and its place in that alone: neither
+    on device_cells nor on the capacity.
 
     Raises:
       ValueError: the host cannot hold the tails.
@@ -158,11 +159,12 @@ def random_cache(placement: Placement, lengths: Sequence[int], seed: int = 0) ->
 @functools.cache  # one compilation for all layers
 def _draw(placement: Placement, on_device: int):
     config = placement.config
-    shape = (config.batch_size, config.num_cells, placement.stored_heads)
+    shape = (config.num_cells, placement.stored_heads, config.record_size)
 
     def draw(key, layer):
-        key = jax.random.fold_in(key, layer)
-        cells = jax.random.normal(key, (*shape, config.record_size), config.dtype)
+        keys = jax.random.split(jax.random.fold_in(key, layer), config.batch_size)
+        # Partitionable threefry: an element's bits follow from its place in `shape`.
+        cells = jax.vmap(lambda key: jax.random.normal(key, shape, config.dtype))(keys)
         parts = cells[:, :on_device], cells[:, on_device:]
         return LayerCells(*(part if part.shape[1] else None for part in parts))
 

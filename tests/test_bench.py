@@ -101,9 +101,20 @@ def bench(tmp_path_factory) -> dict:
         *("--tokens=3", "--waiting=1", "--repeats=1", "--slot_mib=0.25,0.5"),
         *("--commit=abc", f"--json={path}"),
     ]
-    ran, *refused = run_all("bench_decode.py", good, *[a for a, _ in REFUSED.values()])
+    lists_path = path.with_name("lists.json")
+    lists = [
+        *("--geometry=tiny", "--cells=200", "--batch=2", "--capacity=256,512"),
+        *("--arms=device,ordered,pipelined", "--tokens=2", "--waiting=0"),
+        *("--repeats=1", "--depth=1,2", "--slot_mib=0.0625,0.125,0.25"),
+        *("--budget_mib=0.4", f"--json={lists_path}"),
+    ]
+    cases = [arguments for arguments, _ in REFUSED.values()]
+    ran, listed, *refused = run_all("bench_decode.py", good, lists, *cases)
     assert ran[0] == 0, ran[2]
+    assert listed[0] == 0, listed[2]
     return {
+        "lists": json.loads(lists_path.read_text()),
+        "lists_shown": listed[1],
         "path": path,
         "found": json.loads(path.read_text()),
         "shown": ran[1],
@@ -117,6 +128,38 @@ def test_every_arm_has_a_row_for_every_number_of_cells(bench):
     assert [row["arm"] for row in rows] == arms * 2
     assert [row["cells"] for row in rows] == [128] * 5 + [256] * 5
     assert [row["slot_bytes"] for row in rows[2:4]] == [MIB // 4, MIB // 2]
+
+
+def test_lists_of_settings_are_one_run_that_tells_which_rings_decline(bench):
+    found, smallest = bench["lists"], MIB // 16
+    got = [(row["capacity"], row["arm"]) for row in found["rows"]]
+    arms = ["device", "ordered", *["pipelined"] * 4]
+    assert got == [(cells, arm) for cells in (256, 512) for arm in arms]
+    rings = [r for r in found["rows"] if r["arm"] == "pipelined"]
+    for row in rings:
+        assert (row["depth"], row["slot_bytes"]) in [
+            (depth, slots * smallest) for depth in (1, 2) for slots in (1, 2)
+        ]
+        assert row["piece_bytes_s"] > 0
+    declined = found["declined"]
+    got = [(row["capacity"], row["depth"], row["slot_bytes"]) for row in declined]
+    assert got == [(c, d, 4 * smallest) for c in (256, 512) for d in (1, 2)]
+    for row in declined:
+        assert "a ring needs 3 slots of 262144 bytes" in row["reason"]
+        assert row["label"] in bench["lists_shown"]
+        assert f"declined: {row['reason']}" in bench["lists_shown"]
+
+
+def test_arms_of_each_capacity_are_held_against_their_own(bench):
+    """And all of them against the same tokens, in one process."""
+    first, second = bench["lists"]["rows"][:6], bench["lists"]["rows"][6:]
+    for rows in (first, second):
+        device, ordered, *rings = rows
+        for row in (ordered, *rings):
+            assert row["agreed"] == 1
+            assert row["device_ms"] == device["ms"]
+            assert row["gain"] == ordered["ms"] / row["ms"]
+    assert first[0]["ms"] != second[0]["ms"]
 
 
 def test_the_result_says_where_it_comes_from(bench):
@@ -208,7 +251,7 @@ def test_xla_alone_may_round_but_not_draw_anything():
 
 def test_a_row_without_the_device_arm_is_held_against_the_copy_alone():
     tokens = [[1]] * (WARMUP + 2)
-    case = Case(cells=1000, lengths=(1000,), capacity=1024)
+    case = Case(cells=1000, lengths=(1000,), needed=1024)
     runs = {XLA: [run_of(tokens, step_s=s) for s in (0.1, 0.4, 0.2)]}
     # 1,002.5 cells of 1,000 bytes at 10,025,000 bytes a second: 100 ms.
     (row,) = make_rows(runs, {XLA: None}, case, 1000, 10_025_000.0)
@@ -344,6 +387,30 @@ def test_the_report_is_made_of_the_files(bench, tmp_path):
     assert "![ms a token over cells](results/decode.png)" in text
     assert (folder / "decode.png").stat().st_size > 1000
     assert refused == 2 and "run an experiment with --json" in said
+
+
+def test_a_report_lays_slots_over_depths(bench, tmp_path):
+    pytest.importorskip("matplotlib")
+    found, page = bench["lists"], tmp_path / "results.md"
+    (tmp_path / "lists.json").write_text(json.dumps(found))
+    good = [f"--results={tmp_path}", f"--page={page}"]
+    ((code, _, errors),) = run_all("report.py", good)
+    assert code == 0, errors
+    lines = page.read_text().splitlines()
+    for capacity in (256, 512):
+        of = f"capacity {capacity}, rings of 0.4 MiB"
+        (start,) = [i for i, text in enumerate(lines) if of in text]
+        heads = "| slot MiB | GB/s of raw copies of a slot | depth 1 | depth 2 |"
+        assert lines[start + 2] == heads
+        one, two = (
+            f"{row['ms']:.2f} ({row['share']:.3f})"
+            for row in found["rows"]
+            if (row["arm"], row["capacity"]) == ("pipelined", capacity)
+            and row["slot_bytes"] == MIB // 8
+        )
+        assert lines[start + 5].startswith("| 0.125 |")
+        assert lines[start + 5].endswith(f" | {one} | {two} |")
+        assert lines[start + 6] == "| 0.25 |  | declined | declined |"
 
 
 def test_attention_alone_is_held_against_memory_link_and_a_loop(tmp_path):
