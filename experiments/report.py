@@ -15,7 +15,7 @@ from pathlib import Path
 
 import figures
 from absl import app, flags, logging
-from goals import MODEL, goals
+from goals import MODEL, Goal, Rows, default_rows, goals, rows_of, shares
 
 from kvjax.config import MIB
 
@@ -38,7 +38,25 @@ spread is from the least to the most. *Waiting* is a loop that waits for every t
 No time is shown unless all arms of kvjax drew the same tokens in every run (xla, which
 rounds elsewhere: at least half of them, fed one by one).
 """
-DECODE = {  # heading: (key, format)
+GOALS = {  # heading: (key, format)
+    "figure": ("what", "{}"),
+    "goal": ("bar", "{}"),
+    "median": ("median", "{:.3f}"),
+    "least": ("least", "{:.3f}"),
+    "most": ("most", "{:.3f}"),
+    "of": ("count", "{}"),
+    "met": ("met", "{}"),
+}
+REPEATS = {
+    "cells": ("cells", "{:,}"),
+    "batch": ("batch", "{}"),
+    "result": ("where", "{}"),
+    "link GB/s": ("link", "{:.1f}"),
+    "floor": ("floor_ms", "{:.2f}"),
+    "ms of each run": ("runs", "{}"),
+    "share of each run": ("shares", "{}"),
+}
+DECODE = {
     "cells": ("cells", "{:,}"),
     "batch": ("batch", "{}"),
     "arm": ("label", "{}"),
@@ -108,7 +126,7 @@ def run(*, folder: Path, page: Path) -> None:
     found = {path: read(path) for path in sorted(folder.glob("*.json"))}
     if not found:
         raise ValueError(f"there is no JSON in {folder}: run an experiment with --json")
-    lines = [INTRODUCTION, *summary(list(found.values()))]
+    lines = [INTRODUCTION, *summary(list(found.values())), *repeats(found, page)]
     for path, one in found.items():
         lines += ["", *section(path, one, list(found.values()), page)]
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -132,17 +150,52 @@ def summary(found: list[dict]) -> Iterator[str]:
         return
     yield "## Goals\n"
     yield f"One NVIDIA H200, the geometry of {MODEL}, random bf16 weights, bf16 cells."
-    yield "The worst measured row counts.\n"
-    yield "| figure | goal | measured | met |"
-    yield "|---|---|---|---|"
-    for goal in goals(found):
-        bar = (
-            f"at least {goal.least:g}"
-            if goal.most is None
-            else f"at most {goal.most:g}"
-        )
-        value = "" if goal.value is None else f"{goal.value:.3f}"
-        yield f"| {goal.what} | {bar} | {value} | {goal.met} |"
+    yield "The median of all that was measured counts: of shares every run, else every"
+    yield "row or pair of rows. Least and most stand beside it.\n"
+    yield from table(map(goal_row, goals(found)), GOALS)
+
+
+def goal_row(goal: Goal) -> dict:
+    least, most = f"at least {goal.least}", f"at most {goal.most}"
+    return {
+        "what": goal.what,
+        "bar": least if goal.most is None else most,
+        "median": goal.value,
+        "least": min(goal.values, default=None),
+        "most": max(goal.values, default=None),
+        "count": len(goal.values) or None,
+        "met": goal.met,
+    }
+
+
+def repeats(found: dict[Path, dict], page: Path) -> Iterator[str]:
+    """Every run of the default ring, where several results hold one configuration."""
+    results = list(found.values())
+    paths = list(found)
+    kept: dict[tuple, Rows] = {}
+    for row in default_rows(rows_of(results, "bench_decode")):
+        key = tuple(row[name] for name in ("cells", "batch", "shortest", "longest"))
+        kept.setdefault(key, []).append(row)
+    rows = [
+        row | run_facts(row, paths[row["result"]], results[row["result"]], page)
+        for key in sorted(kept)
+        if len({row["result"] for row in kept[key]}) > 1
+        for row in kept[key]
+    ]
+    if rows:
+        yield "\n## Runs of one configuration\n"
+        yield "The default ring, all cells in the tail: each result's own link, all of"
+        yield "its runs in their order. None is left out.\n"
+        yield from table(rows, REPEATS)
+
+
+def run_facts(row: dict, path: Path, one: dict, page: Path) -> dict:
+    return {
+        "where": f"[{path.stem}]({link(path, page)})",
+        "link": one["link_bytes_s"] / GB,
+        "runs": ", ".join(f"{ms:.2f}" for ms in row["runs_ms"]),
+        "shares": ", ".join(f"{share:.3f}" for share in shares(row)),
+    }
 
 
 def section(path: Path, one: dict, found: list[dict], page: Path) -> Iterator[str]:
