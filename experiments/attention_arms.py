@@ -153,6 +153,12 @@ def attend_all(placement: Placement) -> Callable[..., list[jax.Array]]:
     return jax.jit(attend)
 
 
+def attend_once(placement: Placement, cache: Cache) -> np.ndarray:
+    """What each layer gives [L, B, 1, N, H] for inputs that don't depend on places."""
+    outs = attend_all(placement)(*draw_inputs(placement), cache)
+    return np.stack([np.asarray(out) for out in outs])
+
+
 def draw_inputs(placement: Placement) -> Inputs:
     config, draw = placement.config, np.random.default_rng(0)
 
@@ -162,7 +168,9 @@ def draw_inputs(placement: Placement) -> Inputs:
         return jax.device_put(drawn, placement.sharding(P()))
 
     q, k, v = map(normal, (placement.num_heads, *[config.num_kv_heads] * 2))
-    return Inputs(q, encode(config, k, v))
+    return Inputs(
+        q, encode(config, placement.expand_heads(k), placement.expand_heads(v))
+    )
 
 
 def check_bits(arm: str, out: np.ndarray, wanted: np.ndarray) -> None:

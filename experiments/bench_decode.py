@@ -12,6 +12,12 @@ A/B/B/A order within one process, all over the same cells:
     pipelined   kvjax with a ring, one arm for each of its settings
     xla         each layer put on the device in the jit, without kvjax
 
+All caches of a case live at once, those of several capacities too: arms of all take
+turns. No time is shown unless kvjax's arms drew the same tokens; if they did not, both
+are run again step by step and the message says what parts them. --logits=N compares the
+last N steps' logits to the bit as well; it turns off XLA's autotuning, which chooses
+matrix kernels for each program anew.
+
 With Llama 3.1 8B and a bf16 cache a cell takes 131,072 bytes: at 55 GB/s 32,768 cells
 cost 78 ms a token to copy.
 """
@@ -21,6 +27,7 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -32,9 +39,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
+from attention_arms import attend_once
 from decode_rows import (
     Arm,
     Case,
+    Parting,
     Run,
     TokensDiffer,
     check_near,
@@ -43,8 +52,10 @@ from decode_rows import (
     make_rows,
     since,
     table,
+    unsteady,
 )
 from jax.sharding import Mesh
+from probe import Probe, Shown, compare_logits, explain, same_bits
 from tqdm import tqdm
 from xla_alone import PlainTransformer
 
@@ -79,6 +90,7 @@ from kvjax.model.transformer import (
 
 ARMS = ("device", "ordered", "pipelined", "xla")
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
+NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 
 GEOMETRY = flags.DEFINE_enum(
     "geometry", "tiny", list(GEOMETRIES), "Random weights of this geometry."
@@ -120,6 +132,12 @@ WAITING = flags.DEFINE_integer(
 REPEATS = flags.DEFINE_integer(
     "repeats", 2, "A/B/B/A rounds: each arm runs twice in one.", lower_bound=1
 )
+LOGITS = flags.DEFINE_integer(
+    "logits",
+    0,
+    "Compares the logits of so many last steps to the bit, and turns off autotuning.",
+    lower_bound=0,
+)
 COMMIT = flags.DEFINE_string("commit", None, "Of this code, where git can't tell.")
 JSON = flags.DEFINE_string("json", None, "Writes the rows to this file.")
 PLOT = flags.DEFINE_string("plot", None, "Draws ms a token over cells in this file.")
@@ -132,6 +150,7 @@ class Effort:
     tokens: int
     waiting: int
     repeats: int
+    logits: int
 
     @property
     def cells(self) -> int:
@@ -167,7 +186,10 @@ def main(argv: Sequence[str]) -> int:
             ragged=RAGGED.value,
             dtype=DTYPE.value,
             effort=Effort(
-                tokens=TOKENS.value, waiting=WAITING.value, repeats=REPEATS.value
+                tokens=TOKENS.value,
+                waiting=WAITING.value,
+                repeats=REPEATS.value,
+                logits=LOGITS.value,
             ),
             commit=COMMIT.value,
             json_path=JSON.value,
@@ -196,6 +218,8 @@ def run(
     check_paths(json_path, plot_path)
     # So that what the driver says is what is used, not the pool that XLA begins with.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if effort.logits:  # read when the first device is asked for
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_AUTOTUNING}"
     mesh = make_mesh()
     device = mesh.devices.flat[0]
     weights = "float32" if device.platform == "cpu" else "bfloat16"
@@ -215,6 +239,7 @@ def run(
         "weights": weights,
         "tokens": effort.tokens,
         "runs": 2 * effort.repeats,
+        "xla_flags": os.environ.get("XLA_FLAGS", "").strip(),
         "link_bytes_s": link,
         "read_bytes_s": read,
         "rows": [],
@@ -243,6 +268,12 @@ def run(
                 bar.write(f"error: {found['errors'][-1]}; its times are not shown")
             else:
                 found["rows"] += rows
+                found["errors"] += [
+                    f"{case.name}: the logits of {row['label']} differ by up to "
+                    f"{row['logits_difference']:.3g}"
+                    for row in rows
+                    if not row.get("logits_equal", True)
+                ]
                 bar.write("\n".join(table(case, rows, declined)))
             if json_path is not None:  # after each case: the next may take long
                 Path(json_path).write_text(json.dumps(found, indent=1) + "\n")
@@ -270,6 +301,7 @@ class Bench:
         self.plain = PlainTransformer(config, dtype=str(model.embedding.dtype))
         self.mesh, self.dtype, self.effort, self.link = mesh, dtype, effort, link
         self.piece_rates: dict[int, float] = {}
+        self.probes: dict[Placement, Probe] = {}
         self.caches: dict[Placement, Cache] = {}
         self.programs: dict[tuple[Placement, bool], Program] = {}
 
@@ -288,11 +320,13 @@ class Bench:
                 runs[arm].append(self.run(programs[arm], arm, case))
                 bar.update()
         agreed = self.check_tokens(runs, programs, case)
+        logits = self.logits(runs, programs, case)
         per_cell = cell_bytes(cache_config(arms[0], case, self.config, self.dtype))
         rows = make_rows(runs, agreed, case, per_cell, self.link)
         for row, arm in zip(rows, arms, strict=True):
             row["temp_bytes"] = programs[arm].temp_bytes
             row["compile_s"] = programs[arm].compile_s
+            row |= logits.get(arm, {})
             if arm.name == "pipelined":
                 row["piece_bytes_s"] = self.piece_rate(arm, programs[arm].placement)
         return rows
@@ -312,6 +346,7 @@ class Bench:
         self.caches = {p: cache for p, cache in self.caches.items() if p in places}
         kept = {key: made for key, made in self.programs.items() if key[0] in places}
         self.programs = kept
+        self.probes = {p: probe for p, probe in self.probes.items() if p in places}
         for arm, (place, plain) in keys.items():
             if place not in self.caches:
                 bar.set_description(f"{case.name}: filling {arm.label}")
@@ -397,7 +432,11 @@ class Bench:
         Raises:
           TokensDiffer: an arm doesn't draw them.
         """
-        wanted = check_same(runs)
+        try:
+            wanted = check_same(runs)
+        except TokensDiffer as error:
+            why = self.explain(error.parting, runs, programs, case)
+            raise TokensDiffer(f"{error}. {why}", error.parting) from error
         if wanted is None:
             return dict.fromkeys(runs)
         agreed = dict.fromkeys(runs, 1.0)
@@ -406,6 +445,60 @@ class Bench:
                 drawn = self.feed(programs[arm], case, wanted)
                 agreed[arm] = check_near(arm, drawn, wanted)
         return agreed
+
+    def watch(
+        self, program: Program, arm: Arm, case: Case, tokens: np.ndarray, last: int
+    ) -> list[Shown]:
+        """The last steps of an arm that is fed these tokens [steps, B] in turn."""
+        place = program.placement
+        if place not in self.probes:
+            dtype = str(self.model.embedding.dtype)
+            self.probes[place] = Probe(self.config, dtype, place)
+        cache, shown = self.rewound(program, case), deque(maxlen=last)
+        with open_ring(arm, place):
+            for fed in [np.asarray(program.first), *tokens[:-1]]:
+                step, cache = self.probes[place](self.leaves, cache, fed)
+                shown.append(step)
+        self.caches[place] = cache
+        return list(shown)
+
+    def logits(
+        self, runs: dict[Arm, list[Run]], programs: dict[Arm, Program], case: Case
+    ) -> dict[Arm, dict]:
+        """What rows say of the logits of each kvjax arm against the first one's."""
+        own = [arm for arm in runs if not arm.plain and self.effort.logits]
+        found, control = {}, None
+        for arm in own:
+            tokens, last = runs[own[0]][0].tokens, self.effort.logits
+            shown = self.watch(programs[arm], arm, case, tokens, last)
+            control = control or shown
+            found[arm] = compare_logits(shown, control)
+        return found
+
+    def explain(
+        self,
+        parting: Parting,
+        runs: dict[Arm, list[Run]],
+        programs: dict[Arm, Program],
+        case: Case,
+    ) -> str:
+        """What parts two arms: runs both again, watched, and attention alone."""
+        tokens = runs[parting.arms[0]][0].tokens[: parting.step + 1]
+        shown, alone = [], []
+        for arm in parting.arms:
+            program = programs[arm]
+            shown.append(self.watch(program, arm, case, tokens, len(tokens)))
+            cache = self.rewound(program, case)
+            with open_ring(arm, program.placement):
+                alone.append(attend_once(program.placement, cache))
+        labels = tuple(arm.label for arm in parting.arms)
+        same = "" if same_bits(*alone) else "NOT "
+        runs_differ = ", ".join(unsteady(runs)) or "none"
+        return (
+            f"Arms whose own runs differ: {runs_differ}. Attention alone, of equal "
+            f"queries over both caches, is {same}equal to the bit. "
+            + explain(labels, tuple(shown), parting.sequence, parting.tokens)
+        )
 
 
 def open_ring(arm: Arm, placement: Placement) -> AbstractContextManager[Ring | None]:

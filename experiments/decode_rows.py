@@ -81,8 +81,32 @@ class Run(NamedTuple):
         return len(self.tokens) - WARMUP - len(self.waiting_s)
 
 
+class Parting(NamedTuple):
+    """Where two arms first drew other tokens."""
+
+    arms: tuple[Arm, Arm]
+    step: int
+    sequence: int
+    tokens: tuple[int, int]
+
+    def __str__(self) -> str:
+        (first, other), (wanted, drawn) = self.arms, self.tokens
+        return (
+            f"{other.label} drew {drawn} for sequence {self.sequence} in step "
+            f"{self.step}, {first.label} {wanted}"
+        )
+
+
 class TokensDiffer(Exception):
-    """An arm drew other tokens: its times mean nothing."""
+    """An arm drew other tokens: its times mean nothing.
+
+    Attributes:
+      parting: Of two of kvjax's arms; None of xla.
+    """
+
+    def __init__(self, said: object, parting: Parting | None = None):
+        super().__init__(str(said))
+        self.parting = parting
 
 
 def check_same(runs: dict[Arm, list[Run]]) -> np.ndarray | None:
@@ -97,12 +121,20 @@ def check_same(runs: dict[Arm, list[Run]]) -> np.ndarray | None:
     first, wanted = own[0]
     for arm, tokens in own:
         if not np.array_equal(tokens, wanted):
-            step = np.argwhere((tokens != wanted).any(axis=1))[0, 0]
-            raise TokensDiffer(
-                f"{arm.label} drew {tokens[step].tolist()} in step {step}, "
-                f"{first.label} {wanted[step].tolist()}"
-            )
+            step, sequence = map(int, np.argwhere(tokens != wanted)[0])
+            both = int(wanted[step, sequence]), int(tokens[step, sequence])
+            parting = Parting((first, arm), step, sequence, both)
+            raise TokensDiffer(parting, parting)
     return wanted
+
+
+def unsteady(runs: dict[Arm, list[Run]]) -> list[str]:
+    """Labels of arms whose own runs drew different tokens."""
+    return [
+        arm.label
+        for arm, mine in runs.items()
+        if any(not np.array_equal(run.tokens, mine[0].tokens) for run in mine)
+    ]
 
 
 def check_near(arm: Arm, drawn: np.ndarray, wanted: np.ndarray) -> float:
@@ -282,7 +314,11 @@ COLUMNS = {  # heading: (key, format)
     "temp MiB": ("temp_mib", "{:.0f}"),
     "used GiB": ("memory_gib", "{:.2f}"),
     "tokens": ("agreed", "{:.0%}"),
+    "logits": ("logits", "{}"),
 }
+
+
+SAME = {None: None, True: "equal", False: "DIFFER"}
 
 
 def table(case: Case, rows: list[dict], declined: list[dict]) -> Iterator[str]:
@@ -302,6 +338,7 @@ def table(case: Case, rows: list[dict], declined: list[dict]) -> Iterator[str]:
             "ring_mib": row["ring_bytes"] / MIB,
             "temp_mib": row["temp_bytes"] / MIB,
             "memory_gib": row["device_memory"] / (1 << 30),
+            "logits": SAME[row.get("logits_equal")],
         }
         values = [(shown[key], form) for key, form in COLUMNS.values()]
         cells = ["" if value is None else form.format(value) for value, form in values]

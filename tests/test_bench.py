@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from attention_arms import BitsDiffer, attend_all, check_bits, draw_inputs, place
 from copy_then_attend import copy_then_attend
+from probe import Probe, Shown, compare_logits, explain, first_difference
 
 from experiments import goals
 from experiments.decode_rows import (
@@ -21,12 +23,14 @@ from experiments.decode_rows import (
     check_near,
     check_same,
     make_rows,
+    unsteady,
     verdict,
 )
 from kvjax.config import MIB, RingConfig
+from kvjax.delivery.placement import make_mesh
 from kvjax.delivery.plan import smallest_slot
 from kvjax.measurement import WARMUP, random_cache, rewind
-from kvjax.model.transformer import ModelConfig
+from kvjax.model.transformer import ModelConfig, random_model, split
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = ROOT / "experiments"
@@ -106,7 +110,7 @@ def bench(tmp_path_factory) -> dict:
         *("--geometry=tiny", "--cells=200", "--batch=2", "--capacity=256,512"),
         *("--arms=device,ordered,pipelined", "--tokens=2", "--waiting=0"),
         *("--repeats=1", "--depth=1,2", "--slot_mib=0.0625,0.125,0.25"),
-        *("--budget_mib=0.4", f"--json={lists_path}"),
+        *("--budget_mib=0.4", "--logits=3", f"--json={lists_path}"),
     ]
     cases = [arguments for arguments, _ in REFUSED.values()]
     ran, listed, *refused = run_all("bench_decode.py", good, lists, *cases)
@@ -148,6 +152,16 @@ def test_lists_of_settings_are_one_run_that_tells_which_rings_decline(bench):
         assert "a ring needs 3 slots of 262144 bytes" in row["reason"]
         assert row["label"] in bench["lists_shown"]
         assert f"declined: {row['reason']}" in bench["lists_shown"]
+
+
+def test_logits_of_all_arms_are_compared_to_the_bit(bench):
+    found = bench["lists"]
+    assert "--xla_gpu_autotune_level=0" in found["xla_flags"]
+    assert {row["logits_steps"] for row in found["rows"]} == {3}
+    assert {row["logits_equal"] for row in found["rows"]} == {True}
+    assert {row["logits_difference"] for row in found["rows"]} == {0.0}
+    assert len({row["logits_sha256"] for row in found["rows"]}) == 1
+    assert "logits_sha256" not in bench["found"]["rows"][0]
 
 
 def test_arms_of_each_capacity_are_held_against_their_own(bench):
@@ -232,9 +246,11 @@ def run_of(tokens: list[list[int]], *, step_s: float = 1.0) -> Run:
 def test_one_other_token_in_one_run_is_told():
     right, wrong = [[1, 2], [3, 4], [5, 6]], [[1, 2], [3, 9], [5, 6]]
     runs = {DEVICE: [run_of(right)] * 2, ORDERED: [run_of(right), run_of(wrong)]}
-    said = r"ordered drew \[3, 9\] in step 1, device \[3, 4\]"
-    with pytest.raises(TokensDiffer, match=said):
+    said = "ordered drew 9 for sequence 1 in step 1, device 4"
+    with pytest.raises(TokensDiffer, match=said) as caught:
         check_same(runs)
+    assert caught.value.parting[1:] == (1, 1, (4, 9))
+    assert unsteady(runs) == ["ordered"]
     runs[ORDERED][1] = run_of(right)
     assert check_same(runs).tolist() == right
 
@@ -260,6 +276,83 @@ def test_a_row_without_the_device_arm_is_held_against_the_copy_alone():
     assert row["share"] == pytest.approx(0.5)
     assert row["gain"] is None
     assert row["spread"] == pytest.approx(1.5)
+
+
+@pytest.fixture(scope="module")
+def watched() -> Callable[..., list[Shown]]:
+    """Runs a step of geometry tiny with cells in the tail, or on the device.
+
+    In both cases from the same cells; `disturb` changes leaves or cells before it.
+    """
+    config, mesh = ModelConfig.of("tiny"), make_mesh()
+    leaves = split(random_model(config, dtype="float32", mesh=mesh))[1]
+    probes, tokens = {}, [np.array([5, 6], np.int32), np.array([7, 8], np.int32)]
+
+    def run(arm, disturb=lambda leaves, cache: (leaves, cache)) -> list[Shown]:
+        placement = place(config, 2, 300, arm, mesh, "bfloat16")
+        cache = random_cache(placement, [299, 150])
+        probe = probes.setdefault(placement, Probe(config, "float32", placement))
+        own, cache = disturb(leaves, cache)
+        shown = []
+        for fed in tokens:
+            one, cache = probe(own, cache, fed)
+            shown.append(one)
+        return shown
+
+    return run
+
+
+def zero_cell(layer: int) -> Callable:
+    """Changes one stored cell of a layer, in its tail or its device part."""
+
+    def disturb(leaves, cache):
+        parts = cache.layers[layer]
+        changed = [
+            x if x is None else jax.device_put(np.asarray(x) * no_cell(x), x.sharding)
+            for x in parts
+        ]
+        layers = [*cache.layers]
+        layers[layer] = type(parts)(*changed)
+        return leaves, cache._replace(layers=tuple(layers))
+
+    def no_cell(x):
+        mask = np.ones((*x.shape[:2], 1, 1), np.asarray(x).dtype)
+        mask[1, 17] = 0
+        return mask
+
+    return disturb
+
+
+def test_a_watched_step_is_the_same_wherever_cells_lie(watched):
+    device, tail = watched("device"), watched("ordered")
+    assert first_difference(device, tail) is None
+    facts = compare_logits(device, tail)
+    assert (facts["logits_steps"], facts["logits_equal"]) == (2, True)
+    assert facts["logits_difference"] == 0.0
+    said = explain(("a", "b"), (device, tail), 1, (3, 4))
+    assert "layer 0 attention is equal to the bit" in said
+    assert "watched, both arms give the same bits" in said
+    first, second = (float(device[-1].logits[1, token]) for token in (3, 4))
+    assert f"{first:.9g} and {second:.9g}, {first - second:.3g} apart" in said
+
+
+def test_other_attention_is_told_from_other_matrix_kernels(watched):
+    device = watched("device")
+    other_cell = watched("ordered", zero_cell(2))
+    found = first_difference(device, other_cell)
+    assert found == (0, 2, "out") and "ATTENTION differs" in str(found)
+    assert not compare_logits(device, other_cell)["logits_equal"]
+    assert compare_logits(device, other_cell)["logits_difference"] > 0
+
+    def other_weights(leaves, cache):
+        return [leaf * jnp.float32(1 + 1e-6) for leaf in leaves], cache
+
+    other = watched("ordered", other_weights)
+    found = first_difference(device, other)
+    assert found[:2] == (0, 0) and found.what in ("q", "k", "v")
+    assert "matrix kernels before that attend differ" in str(found)
+    said = explain(("a", "b"), (device, other), 1, (3, 4))
+    assert "layer 0 attention is NOT equal" in said
 
 
 def row_of(**changes) -> dict:
