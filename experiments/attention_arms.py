@@ -21,7 +21,7 @@ from kvjax.config import CacheConfig, RingConfig
 from kvjax.delivery import ffi
 from kvjax.delivery.placement import Placement
 from kvjax.delivery.ring import Ring
-from kvjax.measurement import random_cache
+from kvjax.measurement import random_cache, spread
 from kvjax.model.transformer import ModelConfig
 
 ARMS = ("device", "ordered", "pipelined", "standalone")
@@ -204,7 +204,7 @@ def make_rows(
             "batch": config.batch_size,
             "layers": config.num_layers,
             "ms": MS * seconds[arm],
-            "spread": (max(times[arm]) - min(times[arm])) / seconds[arm],
+            "spread": spread(times[arm]),
             "runs_ms": [MS * taken for taken in times[arm]],
             "live_bytes": live,
             "bytes_s": live / seconds[arm],

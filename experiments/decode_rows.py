@@ -1,7 +1,7 @@
 """What bench_decode makes of its runs: the check of tokens, rows, verdicts, a table."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import numpy as np
 from kvjax.advice import GB
 from kvjax.config import MIB, RingConfig
 from kvjax.delivery.ring import RingStats
-from kvjax.measurement import WARMUP
+from kvjax.measurement import WARMUP, spread
 from kvjax.shapes import BLOCK
 
 MS = 1e3
@@ -269,11 +269,6 @@ def ring_facts(arm: Arm, runs: list[Run]) -> dict:
 
 def ratio(a: float | None, b: float) -> float | None:
     return None if a is None or not b else a / b
-
-
-def spread(values: Sequence[float]) -> float:
-    """From the least to the most, as a share of the median."""
-    return (max(values) - min(values)) / statistics.median(values)
 
 
 def verdict(row: dict, link: float) -> str:

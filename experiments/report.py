@@ -95,6 +95,7 @@ PEERS = {
     "live GB": ("gb", "{:.3f}"),
     "floor": ("floor_ms", "{:.2f}"),
     "over kvjax pipelined": ("over", "{:.2f}x"),
+    "runs of equal tokens": ("same_tokens", "{}"),
 }
 ADVICE = {
     "cells": ("cells", "{:,}"),

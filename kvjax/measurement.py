@@ -286,6 +286,11 @@ def measure_costs(
     )
 
 
+def spread(values: Sequence[float]) -> float:
+    """From the least to the most, as a share of the median."""
+    return (max(values) - min(values)) / statistics.median(values)
+
+
 def provenance(
     device: jax.Device | None,
     packages: Sequence[str],

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from steps import inputs, placement_of, replaced
+from steps import inputs, placement_of
 
 from kvjax.config import MIB
 from kvjax.delivery.ring import Ring
@@ -71,8 +71,9 @@ def test_free_memory_is_a_part_of_all():
     ("device_cells", "capacity"), [(0, 384), (128, 384), (384, 384), (128, 640)]
 )
 def test_random_cells_are_the_same_bits_wherever_they_lie(device_cells, capacity):
-    whole = placement_of(ring_id=701, batch_size=2, capacity=384, device_cells=None)
-    other = replaced(whole, device_cells=device_cells, capacity=capacity)
+    shape = dict(ring_id=701, batch_size=2)
+    whole = placement_of(**shape, capacity=384, device_cells=None)
+    other = placement_of(**shape, capacity=capacity, device_cells=device_cells)
     wanted, got = random_cache(whole, [7, 300]), random_cache(other, [7, 300])
     assert got.lengths.tolist() == [7, 300]
     for a, b in zip(wanted.layers, got.layers, strict=True):
