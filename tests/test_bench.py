@@ -244,12 +244,12 @@ def run_of(tokens: list[list[int]], *, step_s: float = 1.0) -> Run:
 
 
 def test_one_other_token_in_one_run_is_told():
-    right, wrong = [[1, 2], [3, 4], [5, 6]], [[1, 2], [3, 9], [5, 6]]
+    right, wrong = [[1, 2], [3, 4], [5, 6]], [[1, 2], [9, 4], [5, 6]]
     runs = {DEVICE: [run_of(right)] * 2, ORDERED: [run_of(right), run_of(wrong)]}
-    said = "ordered drew 9 for sequence 1 in step 1, device 4"
+    said = "ordered drew 9 for sequence 0 in step 1, device 3"
     with pytest.raises(TokensDiffer, match=said) as caught:
         check_same(runs)
-    assert caught.value.parting[1:] == (1, 1, (4, 9))
+    assert caught.value.parting[1:] == (1, 0, (3, 9))
     assert unsteady(runs) == ["ordered"]
     runs[ORDERED][1] = run_of(right)
     assert check_same(runs).tolist() == right
