@@ -14,6 +14,12 @@ the same cells:
     pipelined   kvjax with a ring, one arm for each of its settings
     xla         each layer put on the device in the jit, without kvjax
 
+All caches of a case live at once, those of several capacities too: arms of all take
+turns. No time is shown unless kvjax's arms drew the same tokens; if they did not, both
+are run again step by step and the message says what parts them. --logits=N compares the
+last N steps' logits to the bit as well; it turns off XLA's autotuning, which chooses
+matrix kernels for each program anew.
+
 With Llama 3.1 8B and a bf16 cache a cell takes 131,072 bytes: at 55 GB/s 32,768 cells
 cost 78 ms a token to copy, and half of that on each of two devices.
 
@@ -24,6 +30,7 @@ cost 78 ms a token to copy, and half of that on each of two devices.
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -33,6 +40,7 @@ import jax
 import numpy as np
 import processes
 from absl import app, flags, logging
+from attention_arms import attend_once
 from decode_cases import (
     ARMS,
     Effort,
@@ -59,15 +67,19 @@ from decode_rows import (
     Arm,
     Case,
     Links,
+    Parting,
     Run,
     TokensDiffer,
     check_near,
     check_same,
+    decline_rows,
     make_rows,
     since,
     table,
+    unsteady,
 )
 from paths import check_paths
+from probe import Probe, Shown, compare_logits, explain, same_bits
 from tqdm import tqdm
 from xla_alone import PlainTransformer
 
@@ -77,12 +89,14 @@ from kvjax.config import CACHE_DTYPES, MIB, RingConfig
 from kvjax.delivery import agreement
 from kvjax.delivery.allocate import footprint
 from kvjax.delivery.placement import Placement
+from kvjax.delivery.plan import plan_ring
 from kvjax.delivery.ring import Ring, RingStats
 from kvjax.generate import Decoder
 from kvjax.measurement import (
     WARMUP,
     DecodeStep,
     device_memory,
+    link_rate,
     provenance,
     random_cache,
     read_rate,
@@ -99,6 +113,7 @@ from kvjax.model.transformer import (
 )
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
+NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
 
 GEOMETRY = flags.DEFINE_enum(
     "geometry", "tiny", list(GEOMETRIES), "Random weights of this geometry."
@@ -124,8 +139,11 @@ AGAINST = flags.DEFINE_string(
 RAGGED = flags.DEFINE_bool(
     "ragged", False, "Spread a batch's lengths from half to one and a half --cells."
 )
-CAPACITY = flags.DEFINE_integer(
-    "capacity", None, "Cells of each sequence's cache. Default: what the run needs."
+CAPACITY = flags.DEFINE_list(
+    "capacity",
+    [],
+    "Cells of each sequence's cache; every arm runs over each. Default: what the run "
+    "needs.",
 )
 DEVICE_CELLS = flags.DEFINE_list(
     "device_cells",
@@ -150,6 +168,12 @@ WAITING = flags.DEFINE_integer(
 REPEATS = flags.DEFINE_integer(
     "repeats", 2, "A/B/B/A rounds: each arm runs twice in one.", lower_bound=1
 )
+LOGITS = flags.DEFINE_integer(
+    "logits",
+    0,
+    "Compares the logits of so many last steps to the bit, and turns off autotuning.",
+    lower_bound=0,
+)
 COMMIT = flags.DEFINE_string("commit", None, "Of this code, where git can't tell.")
 JSON = flags.DEFINE_string("json", None, "Writes the rows to this file.")
 PLOT = flags.DEFINE_string("plot", None, "Draws ms a token over cells in this file.")
@@ -173,18 +197,21 @@ def main(argv: Sequence[str]) -> int:
     try:
         sizes = mesh_sizes(MESH.value)
         rings = make_rings(DEPTH.value, SLOT_MIB.value, BUDGET_MIB.value)
+        capacities = numbers("capacity", CAPACITY.value) if CAPACITY.value else [None]
         return run(
             geometry=GEOMETRY.value,
             model_path=MODEL.value,
             sizes=sizes,
-            arms=make_arms(ARM.value, DEVICE_CELLS.value, rings, sizes),
+            arms=make_arms(ARM.value, DEVICE_CELLS.value, rings, sizes, capacities),
             cells=numbers("cells", CELLS.value),
             batch=numbers("batch", BATCH.value),
             ragged=RAGGED.value,
-            capacity=CAPACITY.value,
             dtype=DTYPE.value,
             effort=Effort(
-                tokens=TOKENS.value, waiting=WAITING.value, repeats=REPEATS.value
+                tokens=TOKENS.value,
+                waiting=WAITING.value,
+                repeats=REPEATS.value,
+                logits=LOGITS.value,
             ),
             against=AGAINST.value,
             commit=COMMIT.value,
@@ -206,7 +233,6 @@ def run(
     cells: list[int],
     batch: list[int],
     ragged: bool,
-    capacity: int | None,
     dtype: str,
     effort: Effort,
     against: str | None,
@@ -217,12 +243,14 @@ def run(
     check_paths(json_path, plot_path)
     # So that what the driver says is what is used, not the pool that XLA begins with.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if effort.logits:  # read when the first device is asked for
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_AUTOTUNING}"
     meshes = open_meshes(sizes)
     device = jax.local_devices()[0]
     weights = "float32" if device.platform == "cpu" else "bfloat16"
     checkpoint = None if model_path is None else open_checkpoint(model_path)
     config = ModelConfig.of(geometry) if checkpoint is None else checkpoint.config
-    cases = [make_case(n, b, ragged, capacity, effort) for b in batch for n in cells]
+    cases = [make_case(n, b, ragged, effort) for b in batch for n in cells]
     facts = {
         "model": geometry if checkpoint is None else checkpoint.path.name,
         "dtype": dtype,
@@ -233,10 +261,12 @@ def run(
         if against is None
         else read_theirs(against, facts, cases, sizes, effort.cells)
     )
-    for case in cases:
-        agreement.together(
-            lambda: check_case(arms, case, config, meshes, dtype, weights)
+    declines = {
+        case: agreement.together(
+            lambda case=case: check_case(arms, case, config, meshes, dtype, weights)
         )
+        for case in cases
+    }
 
     links, read = measure_links(meshes), read_rate(device)
     found = {
@@ -246,9 +276,11 @@ def run(
         "processes": jax.process_count(),
         "tokens": effort.tokens,
         "runs": 2 * effort.repeats,
+        "xla_flags": os.environ.get("XLA_FLAGS", "").strip(),
         "link_bytes_s": links.alone,
         "read_bytes_s": read,
         "rows": [],
+        "declined": [],
         "errors": [],
     }
     report = Report(found, json_path)
@@ -264,18 +296,21 @@ def run(
         else:
             models[size], config = load(checkpoint, dtype=weights, mesh=mesh)
     bench = Bench(models, config, meshes, dtype, effort, links, theirs)
+    running = {c: [arm for arm in arms if arm not in declines[c]] for c in cases}
     with tqdm(
-        total=sum(bench.turns(arms, c) for c in cases),
+        total=sum(bench.turns(running[case], case) for case in cases),
         leave=False,
         disable=None if report.heard else True,
     ) as bar:
         for case in cases:
+            declined = decline_rows(declines[case], case)
+            found["declined"] += declined
             try:
-                rows = bench.measure(arms, case, bar)
+                rows = bench.measure(running[case], case, bar)
             except TokensDiffer as error:
                 report.differs(case, error)
             else:
-                report.add(case, rows)
+                report.add(case, rows, declined)
     if plot_path is not None and found["rows"] and report.heard:
         from figures import draw_decode
 
@@ -298,9 +333,15 @@ class Report:
         if self.heard:
             tqdm.write("\n".join(lines))
 
-    def add(self, case: Case, rows: list[dict]) -> None:
+    def add(self, case: Case, rows: list[dict], declined: list[dict]) -> None:
         self._found["rows"] += rows
-        self.say(*table(case, rows))
+        self._found["errors"] += [
+            f"{case.name}: the logits of {row['label']} differ by up to "
+            f"{row['logits_difference']:.3g}"
+            for row in rows
+            if not row.get("logits_equal", True)
+        ]
+        self.say(*table(case, rows, declined))
         self._write()
 
     def differs(self, case: Case, error: TokensDiffer) -> None:
@@ -334,6 +375,8 @@ class Bench:
         self.plain = PlainTransformer(config, dtype=str(weights))
         self.dtype, self.effort, self.links = dtype, effort, links
         self.theirs = theirs
+        self.piece_rates: dict[int, float] = {}
+        self.probes: dict[Placement, Probe] = {}
         self.caches: dict[Placement, Cache] = {}
         self.programs: dict[tuple[Placement, bool], Program] = {}
 
@@ -352,6 +395,7 @@ class Bench:
                 runs[arm].append(self.run(programs[arm], arm, case))
                 bar.update()
         agreed = self.check_tokens(runs, programs, case)
+        logits = self.logits(runs, programs, case)
         per_cell = cell_bytes(cache_config(arms[0], case, self.config, self.dtype))
         rows = make_rows(runs, agreed, case, per_cell, self.links)
         for row, arm in zip(rows, arms, strict=True):
@@ -363,7 +407,18 @@ class Bench:
             row["temp_bytes"] = programs[arm].temp_bytes
             row["compile_s"] = programs[arm].compile_s
             row["tokens"] = shown(runs[arm][0].tokens)
+            row |= logits.get(arm, {})
+            if arm.name == "pipelined" and jax.process_count() == 1:
+                row["piece_bytes_s"] = self.piece_rate(arm, programs[arm].placement)
         return rows
+
+    def piece_rate(self, arm: Arm, placement: Placement) -> float:
+        """Bytes a second of raw copies in pieces of an arm's slot; measured once."""
+        piece = plan_ring(placement, arm.ring).slot_bytes
+        if piece not in self.piece_rates:
+            device = placement.mesh.devices.flat[0]
+            self.piece_rates[piece] = link_rate(device, piece_bytes=piece)
+        return self.piece_rates[piece]
 
     def prepare(self, arms: list[Arm], case: Case, bar: tqdm) -> dict[Arm, Program]:
         """Fills cells and compiles; keeps what the case before had of the same kind."""
@@ -372,6 +427,7 @@ class Bench:
         self.caches = {p: cache for p, cache in self.caches.items() if p in places}
         kept = {key: made for key, made in self.programs.items() if key[0] in places}
         self.programs = kept
+        self.probes = {p: probe for p, probe in self.probes.items() if p in places}
         for arm, (place, plain) in keys.items():
             if place not in self.caches:
                 bar.set_description(f"{case.name}: filling {arm.label}")
@@ -459,7 +515,13 @@ class Bench:
         Raises:
           TokensDiffer: an arm doesn't draw them.
         """
-        drawn = check_same(runs)
+        try:
+            drawn = check_same(runs)
+        except TokensDiffer as error:
+            if jax.process_count() > 1:
+                raise
+            why = self.explain(error.parting, runs, programs, case)
+            raise TokensDiffer(f"{error}. {why}", error.parting) from error
         if not drawn and not self.theirs:
             return dict.fromkeys(runs)
         first = next(iter(drawn.values()), None)
@@ -470,6 +532,61 @@ class Bench:
                 fed = self.feed(programs[arm], case, wanted)
                 agreed[arm] = check_near(arm, fed, wanted)
         return agreed
+
+    def watch(
+        self, program: Program, arm: Arm, case: Case, tokens: np.ndarray, last: int
+    ) -> list[Shown]:
+        """The last steps of an arm that is fed these tokens [steps, B] in turn."""
+        place = program.placement
+        if place not in self.probes:
+            dtype = str(self.models[place.mesh.size].embedding.dtype)
+            self.probes[place] = Probe(self.config, dtype, place)
+        leaves = self.leaves[place.mesh.size]
+        cache, shown = self.rewound(program, case), deque(maxlen=last)
+        with open_ring(arm, place):
+            for fed in [np.asarray(program.first), *tokens[:-1]]:
+                step, cache = self.probes[place](leaves, cache, fed)
+                shown.append(step)
+        self.caches[place] = cache
+        return list(shown)
+
+    def logits(
+        self, runs: dict[Arm, list[Run]], programs: dict[Arm, Program], case: Case
+    ) -> dict[Arm, dict]:
+        """What rows say of the logits of each kvjax arm against its mesh's first."""
+        own = [arm for arm in runs if not arm.plain and self.effort.logits]
+        found, controls = {}, {}
+        for arm in own:
+            tokens, last = runs[own[0]][0].tokens, self.effort.logits
+            shown = self.watch(programs[arm], arm, case, tokens, last)
+            control = controls.setdefault(arm.devices, shown)
+            found[arm] = compare_logits(shown, control)
+        return found
+
+    def explain(
+        self,
+        parting: Parting,
+        runs: dict[Arm, list[Run]],
+        programs: dict[Arm, Program],
+        case: Case,
+    ) -> str:
+        """What parts two arms: runs both again, watched, and attention alone."""
+        tokens = runs[parting.arms[0]][0].tokens[: parting.step + 1]
+        shown, alone = [], []
+        for arm in parting.arms:
+            program = programs[arm]
+            shown.append(self.watch(program, arm, case, tokens, len(tokens)))
+            cache = self.rewound(program, case)
+            with open_ring(arm, program.placement):
+                alone.append(attend_once(program.placement, cache))
+        labels = tuple(arm.label for arm in parting.arms)
+        same = "" if same_bits(*alone) else "NOT "
+        runs_differ = ", ".join(unsteady(runs)) or "none"
+        return (
+            f"Arms whose own runs differ: {runs_differ}. Attention alone, of equal "
+            f"queries over both caches, is {same}equal to the bit. "
+            + explain(labels, tuple(shown), parting.sequence, parting.tokens)
+        )
 
 
 def counts(ring: Ring | None) -> list[RingStats]:

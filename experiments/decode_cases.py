@@ -34,6 +34,7 @@ class Effort:
     tokens: int
     waiting: int
     repeats: int
+    logits: int = 0
 
     @property
     def cells(self) -> int:
@@ -72,9 +73,10 @@ def make_arms(
     device_cells: Sequence[str],
     rings: list[RingConfig],
     sizes: Sequence[int] = (1,),
+    capacities: Sequence[int | None] = (None,),
 ) -> list[Arm]:
     """The arms in the order of ARMS; some once for each placement or ring, all once for
-    each mesh.
+    each mesh and capacity.
     """
     unknown = [name for name in names if name not in ARMS]
     if unknown or not names:
@@ -97,30 +99,28 @@ def make_arms(
             arms += [Arm(name="pipelined", device_cells=cells, ring=r) for r in rings]
     if "xla" in names:
         arms.append(Arm(name="xla", device_cells="0"))
-    return [replace(arm, devices=size) for size in sizes for arm in arms]
+    return [
+        replace(arm, devices=size, capacity=cells)
+        for size in sizes
+        for cells in capacities
+        for arm in arms
+    ]
 
 
-def make_case(
-    cells: int, batch: int, ragged: bool, capacity: int | None, effort: Effort
-) -> Case:
+def make_case(cells: int, batch: int, ragged: bool, effort: Effort) -> Case:
     lengths = [cells] * batch
     if ragged:  # evenly from half to one and a half, in no order
         spaced = np.linspace(0.5 * cells, 1.5 * cells, batch).round().astype(int)
         lengths = np.random.default_rng(0).permutation(spaced).tolist()
     needed = max(lengths) + effort.cells
-    if capacity is not None and capacity < needed:
-        raise ValueError(
-            f"--capacity must be at least {needed} ({max(lengths)} cells and "
-            f"{effort.cells} tokens), got {capacity}"
-        )
-    return Case(cells=cells, lengths=tuple(lengths), capacity=capacity or needed)
+    return Case(cells=cells, lengths=tuple(lengths), needed=needed)
 
 
 def cache_config(arm: Arm, case: Case, config: ModelConfig, dtype: str) -> CacheConfig:
     return CacheConfig(
         num_layers=config.num_layers,
         batch_size=len(case.lengths),
-        capacity=case.capacity,
+        capacity=arm.cells(case),
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
@@ -143,18 +143,23 @@ def check_case(
     meshes: Meshes,
     dtype: str,
     weights: str,
-) -> None:
+) -> dict[Arm, str]:
     """Refuses what cannot run before anything is loaded or pinned.
 
     The first device is in every mesh and the caches of all arms live together, so it
     holds a share of each. The processes of a job are taken to run on one host.
 
+    Returns:
+      Of several pipelined arms those whose ring is declined, and why.
+
     Raises:
-      ValueError: an arm has no tail or no ring, or memory is short.
+      ValueError: an ordered arm has no tail, no pipelined one a ring, a capacity is too
+        small, or memory is short.
     """
+    for arm in arms:
+        check_capacity(arm, case)
     places = {arm: place_cells(arm, case, config, meshes, dtype) for arm in arms}
-    for arm, placement in places.items():
-        check_tail(arm, case, placement)
+    declined = find_declined(case, places)
     needs = {placement: footprint(placement) for placement in places.values()}
     itemsize = jnp.dtype(weights).itemsize
     on_device = sum(-(-config.num_parameters * itemsize // n) for n in meshes)
@@ -180,15 +185,31 @@ def check_case(
                 f"and the cells of all arms, {free / GB:.1f} GB are free: lower "
                 "--cells or --batch, or leave arms out"
             )
+    return declined
 
 
-def check_tail(arm: Arm, case: Case, placement: Placement) -> None:
-    """Raises ValueError if an arm that is to be delivered to cannot be."""
-    if arm.ring is None:
-        return
-    plan = plan_ring(placement, replace(arm.ring, depth=arm.ring.depth or 1))
-    if isinstance(plan, Decline):
-        raise ValueError(f"{arm.label} cannot run at {case.name}: {plan.reason}")
+def find_declined(case: Case, places: dict[Arm, Placement]) -> dict[Arm, str]:
+    """The pipelined arms whose ring is declined; refused if no ring is left."""
+    declined = {}
+    for arm, placement in places.items():
+        if arm.ring is None:
+            continue
+        plan = plan_ring(placement, replace(arm.ring, depth=arm.ring.depth or 1))
+        if isinstance(plan, Decline):
+            declined[arm] = plan.reason
+    pipelined = {arm for arm in places if arm.name == "pipelined"}
+    for arm, reason in declined.items():
+        if arm not in pipelined or declined.keys() >= pipelined:
+            raise ValueError(f"{arm.label} cannot run at {case.name}: {reason}")
+    return declined
+
+
+def check_capacity(arm: Arm, case: Case) -> None:
+    if arm.cells(case) < case.needed:
+        raise ValueError(
+            f"--capacity must be at least {case.needed} ({max(case.lengths)} cells and "
+            f"{case.needed - max(case.lengths)} tokens), got {arm.capacity}"
+        )
 
 
 def free_device_bytes(device: jax.Device) -> int:

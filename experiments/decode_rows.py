@@ -10,7 +10,7 @@ import numpy as np
 from kvjax.advice import GB
 from kvjax.config import MIB, RingConfig
 from kvjax.delivery.ring import RingStats
-from kvjax.measurement import WARMUP
+from kvjax.measurement import WARMUP, spread
 from kvjax.shapes import BLOCK
 
 MS = 1e3
@@ -25,20 +25,26 @@ class Arm:
     devices: int = 1  # that share the heads
     device_cells: str | None = None  # as --device_cells; None = all
     ring: RingConfig | None = None  # of ordered and pipelined
+    capacity: int | None = None  # cells of a sequence; None = what the case needs
 
     @property
     def label(self) -> str:
         where = "" if self.device_cells in ("0", None) else f" +{self.device_cells}"
         over = "" if self.devices == 1 else f", {self.devices} devices"
+        room = "" if self.capacity is None else f", capacity {self.capacity:,}"
         if self.name != "pipelined":
-            return self.name + where + over
+            return self.name + where + room + over
         budget, slot = self.ring.budget / MIB, self.ring.slot_bytes / MIB
         sizes = f"ring {budget:g} MiB, slots {slot:g} MiB"
-        return f"pipelined{where}, {sizes}, depth {self.ring.depth}{over}"
+        return f"pipelined{where}, {sizes}, depth {self.ring.depth}{room}{over}"
 
     @property
     def plain(self) -> bool:
         return self.name == "xla"
+
+    def cells(self, case: "Case") -> int:
+        """Of each sequence's cache."""
+        return case.needed if self.capacity is None else self.capacity
 
     def cells_on_device(self, case: "Case") -> int | None:
         if self.device_cells != "half":
@@ -52,7 +58,7 @@ class Case:
 
     cells: int
     lengths: tuple[int, ...]
-    capacity: int
+    needed: int  # cells of the longest sequence, at the end of a run
 
     @property
     def name(self) -> str:
@@ -89,8 +95,32 @@ class Run(NamedTuple):
         return len(self.tokens) - WARMUP - len(self.waiting_s)
 
 
+class Parting(NamedTuple):
+    """Where two arms first drew other tokens."""
+
+    arms: tuple[Arm, Arm]
+    step: int
+    sequence: int
+    tokens: tuple[int, int]
+
+    def __str__(self) -> str:
+        (first, other), (wanted, drawn) = self.arms, self.tokens
+        return (
+            f"{other.label} drew {drawn} for sequence {self.sequence} in step "
+            f"{self.step}, {first.label} {wanted}"
+        )
+
+
 class TokensDiffer(Exception):
-    """An arm drew other tokens: its times mean nothing."""
+    """An arm drew other tokens: its times mean nothing.
+
+    Attributes:
+      parting: Of two of kvjax's arms; None of xla.
+    """
+
+    def __init__(self, said: object, parting: Parting | None = None):
+        super().__init__(str(said))
+        self.parting = parting
 
 
 def check_same(runs: dict[Arm, list[Run]]) -> dict[int, np.ndarray]:
@@ -107,12 +137,20 @@ def check_same(runs: dict[Arm, list[Run]]) -> dict[int, np.ndarray]:
     for arm, tokens in own:
         first, wanted = firsts.setdefault(arm.devices, (arm, tokens))
         if not np.array_equal(tokens, wanted):
-            step = np.argwhere((tokens != wanted).any(axis=1))[0, 0]
-            raise TokensDiffer(
-                f"{arm.label} drew {tokens[step].tolist()} in step {step}, "
-                f"{first.label} {wanted[step].tolist()}"
-            )
+            step, sequence = map(int, np.argwhere(tokens != wanted)[0])
+            both = int(wanted[step, sequence]), int(tokens[step, sequence])
+            parting = Parting((first, arm), step, sequence, both)
+            raise TokensDiffer(parting, parting)
     return {devices: tokens for devices, (_, tokens) in firsts.items()}
+
+
+def unsteady(runs: dict[Arm, list[Run]]) -> list[str]:
+    """Labels of arms whose own runs drew different tokens."""
+    return [
+        arm.label
+        for arm, mine in runs.items()
+        if any(not np.array_equal(run.tokens, mine[0].tokens) for run in mine)
+    ]
 
 
 def check_near(arm: Arm, drawn: np.ndarray, wanted: np.ndarray) -> float:
@@ -152,14 +190,19 @@ def make_rows(
       links: Rates of the raw copy.
     """
     ms = {arm: MS * statistics.median(r.step_s for r in runs[arm]) for arm in runs}
-    device_ms = {a.devices: ms[a] for a in runs if a.name == "device"}
-    ordered_ms = {(a.devices, a.device_cells): ms[a] for a in runs if is_ordered(a)}
+    device_ms = {(a.devices, a.capacity): ms[a] for a in runs if a.name == "device"}
+    ordered_ms = {
+        (a.devices, a.device_cells, a.capacity): ms[a]
+        for a in runs
+        if a.name == "ordered"
+    }
     rows = []
     for arm in runs:
         raw = links.together[arm.devices]
         brought = brought_bytes(arm, runs[arm][0], case, per_cell)
         floor_ms = MS * max(live / rate for live, rate in zip(brought, raw))
-        computing_ms = device_ms.get(arm.devices)
+        computing_ms = device_ms.get((arm.devices, arm.capacity))
+        in_order_ms = ordered_ms.get((arm.devices, arm.device_cells, arm.capacity))
         bound_ms = None if arm.name == "device" else max(floor_ms, computing_ms or 0.0)
         alone_ms = ms.get(replace(arm, devices=1)) if arm.devices > 1 else None
         over_one = ratio(alone_ms, ms[arm])
@@ -171,7 +214,7 @@ def make_rows(
             "batch": len(case.lengths),
             "shortest": min(case.lengths),
             "longest": max(case.lengths),
-            "capacity": case.capacity,
+            "capacity": arm.cells(case),
             "device_cells": arm.cells_on_device(case),
             "ms": ms[arm],
             "spread": spread([r.step_s for r in runs[arm]]),
@@ -183,7 +226,7 @@ def make_rows(
             "bound_ms": bound_ms,
             "share": None if bound_ms is None else bound_ms / ms[arm],
             "device_ms": computing_ms,
-            "gain": ratio(ordered_ms.get((arm.devices, arm.device_cells)), ms[arm]),
+            "gain": ratio(in_order_ms, ms[arm]),
             "over_one": over_one,
             "scaling": ratio(over_one, sum(raw) / links.alone),
             "delivered_bytes_s": [MS * live / ms[arm] for live in brought],
@@ -197,8 +240,28 @@ def make_rows(
     return rows
 
 
-def is_ordered(arm: Arm) -> bool:
-    return arm.name == "ordered"
+def decline_rows(declines: dict[Arm, str], case: Case) -> list[dict]:
+    """Settings that were asked for and got no ring, and why."""
+    return [
+        {
+            "label": arm.label,
+            "cells": case.cells,
+            "batch": len(case.lengths),
+            "capacity": arm.cells(case),
+            "device_cells": arm.cells_on_device(case),
+            **ring_settings(arm.ring),
+            "reason": reason,
+        }
+        for arm, reason in declines.items()
+    ]
+
+
+def ring_settings(ring: RingConfig) -> dict:
+    return {
+        "depth": ring.depth,
+        "slot_bytes": ring.slot_bytes,
+        "budget_bytes": ring.budget,
+    }
 
 
 def brought_bytes(arm: Arm, run: Run, case: Case, per_cell: int) -> list[float]:
@@ -229,9 +292,7 @@ def ring_facts(arm: Arm, runs: list[Run]) -> dict:
         return facts
     counts = total(runs[-1].delivered)
     return facts | {
-        "depth": arm.ring.depth,
-        "slot_bytes": arm.ring.slot_bytes,
-        "budget_bytes": arm.ring.budget,
+        **ring_settings(arm.ring),
         "num_slots": runs[-1].num_slots,
         "early_share": ratio(
             counts.early_bytes, counts.early_bytes + counts.ordered_bytes
@@ -243,11 +304,6 @@ def ring_facts(arm: Arm, runs: list[Run]) -> dict:
 
 def ratio(a: float | None, b: float) -> float | None:
     return None if a is None or not b else a / b
-
-
-def spread(values: Sequence[float]) -> float:
-    """From the least to the most, as a share of the median."""
-    return (max(values) - min(values)) / statistics.median(values)
 
 
 def verdict(row: dict) -> str:
@@ -284,29 +340,42 @@ COLUMNS = {  # heading: (key, format)
     "share": ("share", "{:.3f}"),
     "gain": ("gain", "{:.2f}x"),
     "GB/s": ("rate", "{:.1f}"),
+    "slots raw": ("piece_rate", "{:.1f}"),
     "ring MiB": ("ring_mib", "{:.1f}"),
     "temp MiB": ("temp_mib", "{:.0f}"),
     "used GiB": ("memory_gib", "{:.2f}"),
     "tokens": ("agreed", "{:.0%}"),
+    "logits": ("logits", "{}"),
 }
 
 
-def table(case: Case, rows: list[dict]) -> Iterator[str]:
-    """Lines for a person: ms a token of each arm, and the verdicts."""
-    width = max(len(row["label"]) for row in rows)
-    yield f"\n{case.name}, capacity {case.capacity:,}; ms a token"
+SAME = {None: None, True: "equal", False: "DIFFER"}
+
+
+def table(case: Case, rows: list[dict], declined: list[dict]) -> Iterator[str]:
+    """Lines for a person: ms a token of each arm, the verdicts, what was declined.
+
+    "slots raw": GB/s of raw copies in pieces of the arm's slot.
+    """
+    width = max(len(row["label"]) for row in [*rows, *declined])
+    yield f"\n{case.name}; ms a token"
     yield " " * width + "".join(f"{heading:>10}" for heading in COLUMNS)
     for row in rows:
+        piece = row.get("piece_bytes_s")
         shown = row | {
             "gb": row["live_bytes"] / GB,
             "rate": row["live_bytes"] / row["ms"] * MS / GB,
+            "piece_rate": piece and piece / GB,
             "ring_mib": row["ring_bytes"] / MIB,
             "temp_mib": row["temp_bytes"] / MIB,
             "memory_gib": row["device_memory"] / (1 << 30),
+            "logits": SAME[row.get("logits_equal")],
         }
         values = [(shown[key], form) for key, form in COLUMNS.values()]
         cells = ["" if value is None else form.format(value) for value, form in values]
         yield f"{row['label']:{width}}" + "".join(f"{cell:>10}" for cell in cells)
+    for row in declined:
+        yield f"{row['label']:{width}}  declined: {row['reason']}"
     for row in rows:
         yield f"{row['label']}: {row['verdict']}"
         yield from (f"  {line}" for line in of_each_device(row))

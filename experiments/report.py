@@ -16,7 +16,16 @@ from pathlib import Path
 import figures
 from absl import app, flags, logging
 from decode_rows import of_each_device
-from goals import MODEL, goals, num_devices
+from goals import (
+    MODEL,
+    Goal,
+    Rows,
+    default_rows,
+    goals,
+    num_devices,
+    rows_of,
+    shares,
+)
 
 from kvjax.config import MIB
 
@@ -36,11 +45,30 @@ same run; the *share* is bound / measured, the *gain* is over the ordered arm. O
 several devices the floor is that of the device that takes longest for its own bytes, at
 its rate while all of them copy. Times are ms a token of a loop that waits only at its
 end, medians of runs in A/B/B/A order; the spread is from the least to the most.
-*Waiting* is a loop that waits for every token. No time is shown unless all arms of
+*Waiting* is a loop that waits for every token. *Slots raw* is the rate of a raw copy in
+pieces of the ring's slot. No time is shown unless all arms of
 kvjax drew the same tokens in every run; what rounds elsewhere, xla or another number of
 devices, at least half of them, fed one by one.
 """
-DECODE = {  # heading: (key, format)
+GOALS = {  # heading: (key, format)
+    "figure": ("what", "{}"),
+    "goal": ("bar", "{}"),
+    "median": ("median", "{:.3f}"),
+    "least": ("least", "{:.3f}"),
+    "most": ("most", "{:.3f}"),
+    "of": ("count", "{}"),
+    "met": ("met", "{}"),
+}
+REPEATS = {
+    "cells": ("cells", "{:,}"),
+    "batch": ("batch", "{}"),
+    "result": ("where", "{}"),
+    "link GB/s": ("link", "{:.1f}"),
+    "floor": ("floor_ms", "{:.2f}"),
+    "ms of each run": ("runs", "{}"),
+    "share of each run": ("shares", "{}"),
+}
+DECODE = {
     "cells": ("cells", "{:,}"),
     "batch": ("batch", "{}"),
     "arm": ("label", "{}"),
@@ -53,6 +81,7 @@ DECODE = {  # heading: (key, format)
     "share": ("share", "{:.3f}"),
     "gain": ("gain", "{:.2f}x"),
     "GB/s": ("rate", "{:.1f}"),
+    "slots raw": ("piece_rate", "{:.1f}"),
     "ring MiB": ("ring_mib", "{:.1f}"),
     "XLA temp MiB": ("temp_mib", "{:.0f}"),
     "GPU memory GiB": ("memory_gib", "{:.1f}"),
@@ -70,7 +99,7 @@ ATTENTION = {
     "GB": ("gb", "{:.2f}"),
     "GB/s": ("rate", "{:,.1f}"),
     "share of memory's or link's rate": ("share", "{:.3f}"),
-    "stand-alone ms": ("standalone_ms", "{:.3f}"),
+    "over stand-alone": ("over_standalone", "{:.3f}x"),
 }
 PEERS = {
     "cells": ("cells", "{:,}"),
@@ -82,6 +111,7 @@ PEERS = {
     "live GB": ("gb", "{:.3f}"),
     "floor": ("floor_ms", "{:.2f}"),
     "over kvjax pipelined": ("over", "{:.2f}x"),
+    "runs of equal tokens": ("same_tokens", "{}"),
 }
 ADVICE = {
     "cells": ("cells", "{:,}"),
@@ -113,7 +143,7 @@ def run(*, folder: Path, page: Path) -> None:
     found = {path: read(path) for path in sorted(folder.glob("*.json"))}
     if not found:
         raise ValueError(f"there is no JSON in {folder}: run an experiment with --json")
-    lines = [INTRODUCTION, *summary(list(found.values()))]
+    lines = [INTRODUCTION, *summary(list(found.values())), *repeats(found, page)]
     for path, one in found.items():
         lines += ["", *section(path, one, list(found.values()), page)]
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -138,17 +168,53 @@ def summary(found: list[dict]) -> Iterator[str]:
     yield "## Goals\n"
     yield f"One NVIDIA H200, the geometry of {MODEL}, random bf16 weights, bf16 cells;"
     yield "several of one host where the figure says so."
-    yield "The worst measured row counts.\n"
-    yield "| figure | goal | measured | met |"
-    yield "|---|---|---|---|"
-    for goal in goals(found):
-        bar = (
-            f"at least {goal.least:g}"
-            if goal.most is None
-            else f"at most {goal.most:g}"
-        )
-        value = "" if goal.value is None else f"{goal.value:.3f}"
-        yield f"| {goal.what} | {bar} | {value} | {goal.met} |"
+    yield "The median of all that was measured counts: of shares every run, else every"
+    yield "row or pair of rows. Least and most stand beside it.\n"
+    yield from table(map(goal_row, goals(found)), GOALS)
+
+
+def goal_row(goal: Goal) -> dict:
+    least, most = f"at least {goal.least}", f"at most {goal.most}"
+    return {
+        "what": goal.what,
+        "bar": least if goal.most is None else most,
+        "median": goal.value,
+        "least": min(goal.values, default=None),
+        "most": max(goal.values, default=None),
+        "count": len(goal.values) or None,
+        "met": goal.met,
+    }
+
+
+def repeats(found: dict[Path, dict], page: Path) -> Iterator[str]:
+    """Every run of the default ring, where several results hold one configuration."""
+    results = list(found.values())
+    paths = list(found)
+    kept: dict[tuple, Rows] = {}
+    for row in default_rows(rows_of(results, "bench_decode")):
+        names = ("cells", "batch", "shortest", "longest")
+        key = (num_devices(row), *(row[name] for name in names))
+        kept.setdefault(key, []).append(row)
+    rows = [
+        row | run_facts(row, paths[row["result"]], results[row["result"]], page)
+        for key in sorted(kept)
+        if len({row["result"] for row in kept[key]}) > 1
+        for row in kept[key]
+    ]
+    if rows:
+        yield "\n## Runs of one configuration\n"
+        yield "The default ring, all cells in the tail: each result's own link, all of"
+        yield "its runs in their order. None is left out.\n"
+        yield from table(rows, REPEATS)
+
+
+def run_facts(row: dict, path: Path, one: dict, page: Path) -> dict:
+    return {
+        "where": f"[{path.stem}]({link(path, page)})",
+        "link": one["link_bytes_s"] / GB,
+        "runs": ", ".join(f"{ms:.2f}" for ms in row["runs_ms"]),
+        "shares": ", ".join(f"{share:.3f}" for share in shares(row)),
+    }
 
 
 def section(path: Path, one: dict, found: list[dict], page: Path) -> Iterator[str]:
@@ -156,7 +222,7 @@ def section(path: Path, one: dict, found: list[dict], page: Path) -> Iterator[st
     yield from facts(path, one, page)
     known = {
         "bench_decode": decode,
-        "bench_attention": lambda one, *_: table(map(derived, one["rows"]), ATTENTION),
+        "bench_attention": attention,
         "hf_offload": peers,
         "advise": lambda one, *_: table(map(derived, one["rows"]), ADVICE),
     }
@@ -196,6 +262,7 @@ def decode(one: dict, found: list[dict], path: Path, page: Path) -> Iterator[str
             yield "; ".join([f"- {name}: {row['verdict']}", *of_each_device(row)])
     for error in one.get("errors", ()):
         yield f"- **no result**: {error}"
+    yield from settings(one)
     if len({row["cells"] for row in one["rows"]}) > 1:
         picture = path.with_suffix(".png")
         theirs = [
@@ -205,6 +272,54 @@ def decode(one: dict, found: list[dict], path: Path, page: Path) -> Iterator[str
         ]
         figures.draw_decode([one], str(picture), theirs)
         yield f"\n![ms a token over cells]({link(picture, page)})"
+
+
+def settings(one: dict) -> Iterator[str]:
+    """Where an arm had rings of several settings: slots over depths, one table a kind.
+
+    A cell is ms a token and the share of the bound, or why there is none.
+    """
+    rings = [r for r in one["rows"] if r["arm"] == "pipelined"]
+    rings += one.get("declined", ())
+    kinds = ("cells", "batch", "capacity", "device_cells", "budget_bytes")
+    for kind in dict.fromkeys(tuple(row[key] for key in kinds) for row in rings):
+        same = [row for row in rings if tuple(row[key] for key in kinds) == kind]
+        cells, batch, capacity, on_device, budget = kind
+        if len(same) < 3:
+            continue
+        yield (
+            f"\n{cells:,} cells x {batch}, {on_device:,} of them on the device, "
+            f"capacity {capacity:,}, rings of {budget / MIB:g} MiB: ms a token (share "
+            "of the bound)\n"
+        )
+        yield from table(*grid(same))
+
+
+def grid(rings: list[dict]) -> tuple[list[dict], dict[str, tuple[str, str]]]:
+    """(rows, columns) of a table: a row for each slot, a column for each depth."""
+    made: dict[int, dict] = {}
+    for ring in sorted(rings, key=lambda ring: (ring["slot_bytes"], ring["depth"])):
+        row = made.setdefault(ring["slot_bytes"], {"slot": ring["slot_bytes"] / MIB})
+        if "reason" in ring:
+            row[ring["depth"]] = "declined"
+            continue
+        row[ring["depth"]] = f"{ring['ms']:.2f} ({ring['share']:.3f})"
+        row["raw"] = derived(ring).get("piece_rate")
+    columns = {
+        "slot MiB": ("slot", "{:g}"),
+        "GB/s of raw copies of a slot": ("raw", "{:.1f}"),
+    }
+    for depth in sorted({ring["depth"] for ring in rings}):
+        columns[f"depth {depth}"] = (depth, "{}")
+    return list(made.values()), columns
+
+
+def attention(one: dict, *_) -> Iterator[str]:
+    if one["rows"]:
+        yield from table(map(derived, one["rows"]), ATTENTION)
+        yield ""
+    for error in one.get("errors", ()):
+        yield f"- **no result**: {error}"
 
 
 def peers(one: dict, found: list[dict], path: Path, page: Path) -> Iterator[str]:
@@ -247,6 +362,7 @@ def derived(row: dict) -> dict:
         ("temp_mib", "temp_bytes", MIB),
         ("memory_gib", "device_memory", 1 << 30),
         ("pinned_gib", "pinned_bytes", 1 << 30),
+        ("piece_rate", "piece_bytes_s", GB),
         ("budget_gib", "budget_bytes", 1 << 30),
     ):
         if row.get(key) is not None:

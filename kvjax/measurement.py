@@ -174,8 +174,9 @@ def _native(devices: Sequence[jax.Device], symbol: str, *args) -> None:
 def random_cache(placement: Placement, lengths: Sequence[int], seed: int = 0) -> Cache:
     """A cache of random cells that holds `lengths` tokens, to measure with.
 
-    Every placement of one config gets the same bits, whatever its device_cells and
-    mesh; a head that is stored several times is the same each time.
+    A cell's bits depend on its layer, its sequence and its place in that alone: neither
+    on device_cells nor on the capacity or the mesh; a head that is stored several times
+    is the same each time.
 
     Raises:
       ValueError: the host cannot hold the tails.
@@ -200,11 +201,12 @@ def random_cache(placement: Placement, lengths: Sequence[int], seed: int = 0) ->
 @functools.cache  # one compilation for all layers
 def _draw(placement: Placement, on_device: int):
     config = placement.config
-    shape = (config.batch_size, config.num_cells, config.num_kv_heads)
+    shape = (config.num_cells, config.num_kv_heads, config.record_size)
 
     def draw(key, layer):
-        key = jax.random.fold_in(key, layer)
-        cells = jax.random.normal(key, (*shape, config.record_size), config.dtype)
+        keys = jax.random.split(jax.random.fold_in(key, layer), config.batch_size)
+        # Partitionable threefry: an element's bits follow from its place in `shape`.
+        cells = jax.vmap(lambda key: jax.random.normal(key, shape, config.dtype))(keys)
         cells = placement.expand_heads(cells)
         parts = cells[:, :on_device], cells[:, on_device:]
         return LayerCells(*(part if part.shape[1] else None for part in parts))
@@ -325,6 +327,11 @@ def measure_costs(
         attend_bytes_s=num_bytes / max(long - short, least),
         step_s=short,
     )
+
+
+def spread(values: Sequence[float]) -> float:
+    """From the least to the most, as a share of the median."""
+    return (max(values) - min(values)) / statistics.median(values)
 
 
 def provenance(

@@ -1,8 +1,8 @@
 // measure.h on a GPU. Times are those of the device's own events.
 #include <functional>
 
-#include "cuda_status.h"
 #include "measure.h"
+#include "timed_stream.h"
 
 namespace kvjax {
 namespace {
@@ -46,30 +46,19 @@ __global__ void __launch_bounds__(kThreads)
   if (folded == never) *found = folded;
 }
 
-// What a measurement takes of a device while it lives; the device is current meanwhile.
+// What a measurement takes of a device while it lives.
 class Bench {
  public:
-  explicit Bench(int device) {
-    (void)cudaGetDevice(&before_);
-    (void)cudaSetDevice(device);
-  }
+  explicit Bench(int device) : timed_(device) {}
   ~Bench() {
-    if (start_ != nullptr) (void)cudaEventDestroy(start_);
-    if (end_ != nullptr) (void)cudaEventDestroy(end_);
-    if (stream_ != nullptr) (void)cudaStreamDestroy(stream_);
     (void)cudaFree(on_device_);
     (void)cudaFreeHost(on_host_);
-    (void)cudaGetLastError();  // not sticky: leave none for XLA
-    (void)cudaSetDevice(before_);
   }
   Bench(const Bench&) = delete;
   Bench& operator=(const Bench&) = delete;
 
   Status Open(int64_t host_bytes, int64_t device_bytes) {
-    KVJAX_RETURN_IF_CUDA_ERROR(cudaEventCreate(&start_));
-    KVJAX_RETURN_IF_CUDA_ERROR(cudaEventCreate(&end_));
-    KVJAX_RETURN_IF_CUDA_ERROR(
-        cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    KVJAX_RETURN_IF_ERROR(timed_.Open());
     KVJAX_RETURN_IF_CUDA_ERROR(cudaMalloc(&on_device_, device_bytes));
     if (host_bytes == 0) return Status::Ok();
     return KVJAX_CUDA(cudaHostAlloc(&on_host_, host_bytes, cudaHostAllocDefault));
@@ -77,31 +66,25 @@ class Bench {
 
   // Pinned memory has the same address on the device.
   Status Fill(char* memory, int64_t bytes) {
-    Scramble<<<256, kThreads, 0, stream_>>>(reinterpret_cast<uint32_t*>(memory),
-                                            bytes / 4);
+    Scramble<<<256, kThreads, 0, stream()>>>(reinterpret_cast<uint32_t*>(memory),
+                                             bytes / 4);
     return KVJAX_CUDA(cudaGetLastError());
   }
 
-  // Runs `pass` between two events.
+  // Runs `pass`, timed.
   Status Time(double* seconds, const std::function<Status()>& pass) {
-    KVJAX_RETURN_IF_CUDA_ERROR(cudaEventRecord(start_, stream_));
+    KVJAX_RETURN_IF_ERROR(timed_.Start());
     KVJAX_RETURN_IF_ERROR(pass());
-    KVJAX_RETURN_IF_CUDA_ERROR(cudaEventRecord(end_, stream_));
-    KVJAX_RETURN_IF_CUDA_ERROR(cudaEventSynchronize(end_));
-    float milliseconds = 0;
-    KVJAX_RETURN_IF_CUDA_ERROR(cudaEventElapsedTime(&milliseconds, start_, end_));
-    *seconds = milliseconds / 1e3;
+    return timed_.Stop(seconds);
     return Status::Ok();
   }
 
-  cudaStream_t stream() const { return stream_; }
+  cudaStream_t stream() const { return timed_.get(); }
   char* on_device() const { return static_cast<char*>(on_device_); }
   char* on_host() const { return static_cast<char*>(on_host_); }
 
  private:
-  int before_ = 0;
-  cudaEvent_t start_ = nullptr, end_ = nullptr;
-  cudaStream_t stream_ = nullptr;
+  TimedStream timed_;
   void* on_device_ = nullptr;
   void* on_host_ = nullptr;
 };

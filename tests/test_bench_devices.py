@@ -205,7 +205,7 @@ def run_of(step_s: float, *early_bytes: int, first_token: int = 1) -> Run:
 
 
 def test_the_floor_is_that_of_the_device_that_takes_longest():
-    case = Case(cells=100, lengths=(100,), capacity=128)
+    case = Case(cells=100, lengths=(100,), needed=128)
     alone = Arm(name="pipelined", device_cells="0", ring=RingConfig())
     runs = {
         DEVICE: [run_of(0.75)],
@@ -238,7 +238,7 @@ def test_arms_of_one_mesh_are_compared_and_no_others():
     drawn = check_same(runs)
     assert {n: tokens[0, 0] for n, tokens in drawn.items()} == {2: 1, 1: 7}
     runs[PIPELINED] = [run_of(1.0, first_token=7)]
-    with pytest.raises(TokensDiffer, match=r"depth 1, 2 devices drew \[7\] in step 0"):
+    with pytest.raises(TokensDiffer, match="depth 1, 2 devices drew 7 for sequence 0"):
         check_same(runs)
 
 
@@ -249,7 +249,7 @@ def test_what_all_arms_pin_together_is_checked_by_hand(monkeypatch):
     sizes = 1, 2
     arms = cases.make_arms(["ordered", "pipelined"], ["0"], [RingConfig()], sizes)
     case = cases.make_case(
-        32768, 1, False, None, cases.Effort(tokens=16, waiting=4, repeats=1)
+        32768, 1, False, cases.Effort(tokens=16, waiting=4, repeats=1)
     )
     meshes = {size: make_mesh({"tp": size}) for size in sizes}
     # 32,790 cells are 257 blocks, 32,896 cells of 32 layers x 8 heads x 256 x 2 bytes:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from steps import inputs, placement_of, replaced
+from steps import inputs, placement_of
 
 from kvjax.config import MIB
 from kvjax.delivery.placement import make_mesh
@@ -87,18 +87,22 @@ def test_free_memory_is_a_part_of_all():
     assert 0 < free < total
 
 
-@pytest.mark.parametrize("device_cells", [0, 128, 384])
-def test_random_cells_are_the_same_bits_wherever_they_lie(device_cells):
-    whole = placement_of(ring_id=701, batch_size=2, capacity=384, device_cells=None)
-    other = replaced(whole, device_cells=device_cells)
+@pytest.mark.parametrize(
+    ("device_cells", "capacity"), [(0, 384), (128, 384), (384, 384), (128, 640)]
+)
+def test_random_cells_are_the_same_bits_wherever_they_lie(device_cells, capacity):
+    shape = dict(ring_id=701, batch_size=2)
+    whole = placement_of(**shape, capacity=384, device_cells=None)
+    other = placement_of(**shape, capacity=capacity, device_cells=device_cells)
     wanted, got = random_cache(whole, [7, 300]), random_cache(other, [7, 300])
     assert got.lengths.tolist() == [7, 300]
     for a, b in zip(wanted.layers, got.layers, strict=True):
         parts = [np.asarray(part) for part in b if part is not None]
-        joined = np.concatenate(parts, axis=1)
+        joined = np.concatenate(parts, axis=1)[:, :384]
         np.testing.assert_array_equal(np.asarray(a.device), joined)
-    first, second = wanted.layers[:2]
-    assert not np.array_equal(np.asarray(first.device), np.asarray(second.device))
+    first, second = (np.asarray(cells.device) for cells in wanted.layers[:2])
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(first[0], first[1])
 
 
 @pytest.mark.parametrize("devices", [2, 8])

@@ -2,12 +2,13 @@
 
     python experiments/peers/hf_offload.py --geometry=llama-3.1-8b --cells=4096,32768
 
-Needs torch with a GPU, and transformers 5.17. The model has random weights; the cache
-is filled with random keys and values by its own `update`, as a prefill would, so that
-no prompt is computed. Then it decodes one token after the other. An offloaded cache
-brings each layer's keys and values to the GPU while the layer before computes, and
-copies them back afterwards: predicted, twice the live bytes over the link, and more for
-the dynamic one, which also makes a new, longer array of each layer in every step.
+Needs torch with a GPU, and transformers 5.17, in the environment that holds kvjax; jax
+computes nothing here and takes no memory of the GPU. The model has random weights; the
+cache is filled with random keys and values by its own `update`, as a prefill would, so
+that no prompt is computed. Then it decodes one token after the other. An offloaded
+cache brings each layer's keys and values to the GPU while the layer before computes,
+and copies them back afterwards: predicted, twice the live bytes over the link, and more
+for the dynamic one, which also makes a new, longer array of each layer in every step.
 """
 
 import json
@@ -21,7 +22,7 @@ from pathlib import Path
 from absl import app, flags, logging
 from tqdm import tqdm
 
-from kvjax.measurement import PIECE_BYTES, WARMUP, provenance
+from kvjax.measurement import PIECE_BYTES, WARMUP, provenance, spread
 from kvjax.model.transformer import GEOMETRIES, ModelConfig, RopeScaling
 
 MISSING = [name for name in ("torch", "transformers") if find_spec(name) is None]
@@ -30,7 +31,7 @@ if not MISSING:
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 ARMS = ("hf_dynamic", "hf_static", "hf_dynamic_device", "hf_static_device")
-GB, MS = 1e9, 1e3
+MS = 1e3
 
 GEOMETRY = flags.DEFINE_enum("geometry", "tiny", list(GEOMETRIES), "Of the model.")
 CELLS = flags.DEFINE_list("cells", ["4096"], "Cells that each sequence holds.")
@@ -139,7 +140,10 @@ def pick_device(arms: list[str]) -> str:
 
 
 def link_rate(pieces: int = 16, passes: int = 5) -> float:
-    """Bytes a second of raw pinned copies in pieces of 64 MiB, the median."""
+    """Bytes a second of raw pinned copies in pieces of 64 MiB, the median.
+
+    By torch: kvjax.measurement's asks for a jax device, and with it jax takes memory.
+    """
     source = torch.randint(
         0, 255, (pieces, PIECE_BYTES), dtype=torch.uint8, pin_memory=True
     )
@@ -198,7 +202,11 @@ def make_model(config: ModelConfig, device: str) -> "LlamaForCausalLM":
 def make_cache(
     model: "LlamaForCausalLM", arm: str, length: int, batch: int, room: int
 ) -> "DynamicCache | StaticCache":
-    """A cache that holds `length` random cells and has room for `room` more."""
+    """A cache that holds `length` random cells and has room for `room` more.
+
+    Filled in the order of the layers: an offloaded cache brings the first layer back
+    when the last one is updated, and a step expects it there.
+    """
     config, offloading = model.config, not arm.endswith("_device")
     if "static" in arm:
         cache = StaticCache(
@@ -254,7 +262,7 @@ def measure(
         "cells": length,
         "batch": batch,
         "ms": ms,
-        "spread": (max(free_s) - min(free_s)) / statistics.median(free_s),
+        "spread": spread(free_s),
         "runs_ms": [MS * seconds for seconds in free_s],
         "blocking_ms": MS * statistics.median(waited_s) if waited_s else None,
         "live_bytes": batch * grown * cell * config.num_hidden_layers,
