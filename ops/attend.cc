@@ -16,17 +16,21 @@ Status LaunchAll(const Launch& launch, const char* base,
   return Status::Ok();
 }
 
-Status CheckCall(const Ring& ring, const AttendCall& call, const LayerShape& shape) {
+Status CheckCall(const AttendCall& call, const LayerShape& shape) {
   const bool same = shape.num_seqs == call.num_seqs && shape.num_new == call.num_new &&
                     shape.device_cells == call.device_cells &&
+                    shape.tail_cells == call.tail_cells &&
                     shape.row_bytes == call.row_bytes;
   if (same) return Status::Ok();
-  return Status::Invalid(
-      "attend of layer " + std::to_string(call.key.layer) + " has " +
-      std::to_string(call.num_seqs) + " sequences of " + std::to_string(call.num_new) +
-      " tokens and cells of " + std::to_string(call.row_bytes) + " bytes, begin had " +
-      std::to_string(shape.num_seqs) + ", " + std::to_string(ring.num_new()) + " and " +
-      std::to_string(shape.row_bytes));
+  const auto text = [](const auto& x) {
+    return std::to_string(x.num_seqs) + " sequences of " + std::to_string(x.num_new) +
+           " tokens, " + std::to_string(x.device_cells) + " + " +
+           std::to_string(x.tail_cells) + " cells of " + std::to_string(x.row_bytes) +
+           " bytes";
+  };
+  return Status::Invalid("attend of layer " + std::to_string(call.key.layer) + " has " +
+                         text(call) + ", begin had " + text(shape) +
+                         ": caches that differ need a ring_id each");
 }
 
 Status AttendDelivered(Ring& ring, Stream compute, const std::vector<Segment>& segments,
@@ -60,7 +64,7 @@ Status AttendPlanned(Ring& ring, Stream compute, const AttendCall& call,
                      const Launch& launch, const Scratch& scratch) {
   Ring::Route route;
   KVJAX_RETURN_IF_ERROR(ring.Open(compute, call.key, call.tail, &route));
-  KVJAX_RETURN_IF_ERROR(CheckCall(ring, call, route.shape));
+  KVJAX_RETURN_IF_ERROR(CheckCall(call, route.shape));
   const auto resident = ResidentSpans(route.shape, ring.lengths().data());
   KVJAX_RETURN_IF_ERROR(LaunchAll(launch, call.device, resident));
   ring.NoteWork(compute, MarkKind::kResident, call.key.layer);

@@ -18,6 +18,7 @@ struct AttendCall {
   int32_t num_seqs, num_new;
   int64_t row_bytes;     // of one cell, all local heads
   int64_t device_cells;  // of each sequence; device is null if 0
+  int64_t tail_cells;
   const char* device;
   const char* tail;
 };

@@ -110,13 +110,10 @@ Status MakeCall(const AttendOperands& operands, const AttentionShape& shape,
                            std::to_string(num_parts) + " parts");
   }
   const ffi::AnyBuffer tail = *operands.parts.get<ffi::AnyBuffer>(num_parts - 1);
-  *call = {{layer, window},
-           shape.num_seqs,
-           shape.num_new,
-           RowBytes(tail),
-           device_cells,
-           nullptr,
-           static_cast<const char*>(tail.untyped_data())};
+  *call = {{layer, window}, shape.num_seqs,
+           shape.num_new,   RowBytes(tail),
+           device_cells,    tail.dimensions()[1],
+           nullptr,         static_cast<const char*>(tail.untyped_data())};
   if (device_cells > 0) {
     const ffi::AnyBuffer device = *operands.parts.get<ffi::AnyBuffer>(0);
     call->device = static_cast<const char*>(device.untyped_data());

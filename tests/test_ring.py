@@ -1,6 +1,7 @@
 """The ring on XLA's cpu platform: what it delivers, counts, declines, survives."""
 
 import ctypes
+import dataclasses
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ from kvjax.delivery import ffi
 from kvjax.delivery.placement import Placement, make_mesh
 from kvjax.delivery.ring import Emulation, Ring, RingStats
 from kvjax.model.attention import Step
+from kvjax.shapes import BLOCK
 
 CELL_BYTES = 64  # one head, float32: 2 x 8 elements
 STEPS = 3
@@ -715,6 +717,19 @@ def test_two_caches_interleaved_on_one_ring_are_right_or_nan(deep, capfd, length
     assert stats.ordered_sequence == LAYERS - 1
     assert stats.length_errors == (0 if lengths == 700 else LAYERS - 1)
     capfd.readouterr()
+
+
+def test_two_caches_of_other_capacities_on_one_ring_are_refused(deep):
+    """The first's attends find the second's plan: the cells would lie elsewhere."""
+    config = deep.placement.config
+    roomy = dataclasses.replace(config, capacity=config.capacity + BLOCK)
+    second = dataclasses.replace(deep.placement, config=roomy)
+    caches = copied(deep.cache), filled(second, [700], seed=9)
+    with Ring.open(deep.placement, FIVE_SLOTS):
+        with pytest.raises(
+            (jax.errors.JaxRuntimeError, ValueError), match="need a ring_id each"
+        ):
+            two_caches(deep.placement, second)(caches, deep.x)
 
 
 def test_without_donation_results_are_right_and_a_warning_comes_once(deep, capfd):

@@ -137,7 +137,8 @@ double Makespan(const Load& load, const Host& host, int64_t depth, int64_t num_s
     ring.Prepare();
     status = ring.Begin(&compute, PlanOf(load, uint64_t(step)));
     for (int64_t layer = 0; layer < load.num_layers && status.ok(); ++layer) {
-      const AttendCall call{{layer, 0}, 1, 1, kRowBytes, 0, nullptr, nullptr};
+      const AttendCall call{{layer, 0}, 1,      1, kRowBytes, 0, load.segments * kBlock,
+                            nullptr,    nullptr};
       status = Attend(ring, &compute, call, launch, scratch);
       simulation.Compute(compute, load.mlp_us);
     }

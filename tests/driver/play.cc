@@ -277,6 +277,7 @@ bool Play::AttendOnce(AttendKey key) {
                         shape.num_new,
                         shape.row_bytes,
                         shape.device_cells,
+                        shape.tail_cells,
                         layer.device.data,
                         layer.tail.data};
   Coverage coverage(shape, cache_.lengths());
