@@ -6,6 +6,7 @@ kvjax.advise(config, lengths, costs, budget_bytes=8 << 30)
 
 import ctypes
 import functools
+import hashlib
 import platform
 import shlex
 import statistics
@@ -349,7 +350,8 @@ def provenance(
       commit: Of the code; None = ask git.
 
     Returns:
-      commit, gpu, driver, cpu, versions, command. None where there is no such thing.
+      commit, gpu, driver, cpu, versions, command, and library_sha256 of the device's
+      native library. None where there is no such thing.
     """
     on_gpu = device is None or device.platform != "cpu"
     gpu, driver = (_gpu() if on_gpu else None) or (None, None)
@@ -366,8 +368,14 @@ def provenance(
         "driver": driver,
         "cpu": _cpu(),
         "versions": versions,
+        "library_sha256": None if device is None else _library_hash(device.platform),
         "command": shlex.join(["python", *typed]),
     }
+
+
+def _library_hash(platform: str) -> str | None:
+    path = ffi.library_path("cpu" if platform == "cpu" else "CUDA")
+    return path and hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _said(*command: str, folder: Path | None = None) -> str | None:

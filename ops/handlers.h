@@ -8,7 +8,7 @@
 #include "registry.h"
 #include "xla/ffi/api/ffi.h"
 
-#define KVJAX_ABI 1
+#define KVJAX_ABI 2
 #define KVJAX_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace kvjax {

@@ -1,5 +1,6 @@
 """What measures and what it is measured with, on the emulated device."""
 
+import hashlib
 import time
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from steps import inputs, placement_of
 
 from kvjax.config import MIB
+from kvjax.delivery import ffi
 from kvjax.delivery.placement import make_mesh
 from kvjax.delivery.ring import Ring
 from kvjax.measurement import (
@@ -166,5 +168,7 @@ def test_provenance_says_what_was_run_on_what():
     assert found["versions"]["jax"] == jax.__version__
     assert found["versions"]["no-such-package"] is None
     assert found["gpu"] is None and found["driver"] is None
+    library = ffi.library_path("cpu").read_bytes()
+    assert found["library_sha256"] == hashlib.sha256(library).hexdigest()
     given = provenance(jax.devices()[0], (), [], commit="1234")
     assert given["commit"] == "1234"

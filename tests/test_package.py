@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from driver_build import compiler
 
 import kvjax
 from kvjax.delivery import ffi
@@ -87,6 +88,42 @@ def test_a_package_without_libraries_says_how_to_build_them(tmp_path):
     )
     assert "not built" in output
     assert "libkvjax_cpu.so is not built. Install with `pip install .`" in output
+
+
+def test_a_library_of_another_abi_is_refused(tmp_path):
+    source, library = tmp_path / "other.cc", tmp_path / "libkvjax_cpu.so"
+    source.write_text('extern "C" int kvjax_abi() { return 999; }\n')
+    command = [compiler(), "-shared", "-fPIC", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    output = run_python(
+        "from pathlib import Path\n"
+        "from kvjax.delivery import ffi\n"
+        f"ffi.library_path = lambda platform: Path({str(library)!r})\n"
+        "try: ffi.require('cpu')\n"
+        "except ValueError as error: print(error)\n"
+    )
+    assert f"{library} has ABI 999, kvjax needs {ffi.ABI}: rebuild it" in output
+
+
+def test_a_process_may_end_with_a_ring_open():
+    """At exit jax takes its own things down; the ring goes first."""
+    output = run_python(
+        "from kvjax.config import CacheConfig\n"
+        "from kvjax.delivery.allocate import init_cache\n"
+        "from kvjax.delivery.placement import Placement, make_mesh\n"
+        "from kvjax.delivery.ring import Emulation, Ring\n"
+        "from kvjax.generate import Decoder, generate\n"
+        "from kvjax.model.transformer import ModelConfig, random_model\n"
+        "config = ModelConfig.of('tiny')\n"
+        "cache = CacheConfig(num_layers=4, batch_size=1, capacity=512,\n"
+        "    num_kv_heads=2, head_dim=64, device_cells=0)\n"
+        "place = Placement(config=cache, num_heads=8, mesh=make_mesh())\n"
+        "ring = Ring.open(place, emulation=Emulation(max_delay_us=2000))\n"
+        "decoder = Decoder(random_model(config), place)\n"
+        "made = generate(decoder, init_cache(place), [[1] * 300], max_new_tokens=4)\n"
+        "print(ring.stats().early_bytes)\n"
+    )
+    assert int(output) > 0
 
 
 def kvjax_imports(path: Path) -> list[str]:

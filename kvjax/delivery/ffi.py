@@ -21,7 +21,7 @@ from kvjax.shapes import BLOCK
 
 LIBRARIES = {"cpu": "libkvjax_cpu.so", "CUDA": "libkvjax_cuda.so"}
 COMPILERS = {"cpu": "a C++ compiler", "CUDA": "a CUDA compiler (nvcc)"}
-ABI = 1  # of the C symbols that ring.py calls; module.h says the same
+ABI = 2  # of all C symbols and ops; handlers.h says the same
 NO_WINDOW = 0
 MAX_SPLIT_ROWS = 64  # query rows of a kv head up to which a launch splits by blocks
 
