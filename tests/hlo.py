@@ -108,6 +108,22 @@ def collectives(ops: Computation) -> list[Op]:
     return [op for op in ops.values() if COLLECTIVE.fullmatch(op.opcode)]
 
 
+def kernel(computations: dict[str, Computation], op: Op) -> tuple:
+    """What an op computes, whatever it and its parts are called."""
+    called = re.search(r"\bcalls=%([\w.-]+)", op.rest)
+    ops = computations[called.group(1)] if called else {op.name: op}
+    places = {name: place for place, name in enumerate(ops)}
+    return tuple(
+        (
+            part.opcode,
+            part.shape,
+            tuple(places.get(name) for name in part.operands),
+            re.sub(r"%[\w.-]+|, (metadata|backend_config)=.*", "", part.rest),
+        )
+        for part in ops.values()
+    )
+
+
 def source(ops: Computation, name: str) -> Op:
     """The op that made an array, behind the names that it went by."""
     while ops[name].opcode in ("bitcast", "get-tuple-element"):

@@ -10,6 +10,7 @@ layer's cells lie on the device (the two appends in either order):
 import importlib.util
 import itertools
 import re
+from collections import Counter
 from typing import NamedTuple
 
 import pytest
@@ -27,6 +28,7 @@ CASES = [
     Case("steps", "half", 8),
 ]
 KEPT = [Case("step", "tail", 1, False), Case("prefill", "half", 1, False)]
+FLOAT = re.compile(r"\b(f32|bf16)\[")
 SMALL = 1 << 14  # elements; every weight of every device has more
 
 
@@ -56,11 +58,13 @@ class Program(NamedTuple):
 @pytest.fixture(scope="module")
 def programs(request, tmp_path_factory) -> dict[Case, Program]:
     """All programs that the selected tests ask for."""
-    asked = {
-        item.callspec.params["case"]: None
-        for item in request.session.items
-        if item.path == request.path and hasattr(item, "callspec")
-    }
+    asked = {}  # in order, each once
+    for item in request.session.items:
+        if item.path == request.path and hasattr(item, "callspec"):
+            case, other = map(item.callspec.params.get, ("case", "other"))
+            asked[case] = None
+            if other is not None:
+                asked[case._replace(placement=other)] = None
     compiled = compile_all(list(asked), tmp_path_factory.mktemp("aot"))
     programs = {}
     for case, (text, memory) in compiled.items():
@@ -197,6 +201,22 @@ def test_a_layers_norm_is_sliced_within_its_kernel(case, programs):
     assert len(readers) >= 2 * MODEL.num_layers + 1
     for op in readers:
         assert op.opcode == "fusion" and "wrapped_" not in op.rest, op
+
+
+@pytest.mark.parametrize("other", ["half", "device"])
+@over([Case(function, "tail") for function in FUNCTIONS])
+def test_numbers_are_computed_alike_wherever_cells_lie(case, other, programs):
+    """The same kernels make every float; only places of cells differ."""
+
+    def kernels(program: Program) -> Counter:
+        floats = [op for op in program.step.values() if FLOAT.search(op.shape)]
+        ran = [op for op in floats if op.opcode not in hlo.NAMES]
+        own = [op for op in ran if not op.target.startswith("kvjax_")]
+        return Counter(hlo.kernel(program.computations, op) for op in own)
+
+    wanted = kernels(programs[case])
+    assert wanted.total() > 8 * MODEL.num_layers
+    assert kernels(programs[case._replace(placement=other)]) == wanted
 
 
 @over([case for case in CASES if case.function != "prefill"])

@@ -179,16 +179,20 @@ def _begin(
 ) -> tuple[Array, Array, Cache, Int[Array, " devices"]]:
     """Calls begin if there is a tail: what comes in, with its stamp, and the ticket.
 
-    num_new too comes out behind begin: what is computed of it then lies in XLA's first
-    graph. Before begin, which no graph takes, each small kernel is a launch of its own.
+    tokens and num_new pass a barrier either way. What is computed of them then lies
+    behind begin, in XLA's first graph: before begin, which no graph takes, each small
+    kernel is a launch of its own. And without a begin XLA fuses nothing into what comes
+    behind that it doesn't with one: the same kernels, so the same bits.
     """
     if all(cells.tail is None for cells in cache.layers):
-        return tokens, num_new, cache, cache.stamp[:, 0].astype(jnp.int32)
-    tokens, ticket, stamp = ffi.begin(
-        placement, tokens, cache.lengths, cache.stamp, cache.layers, attends
-    )
+        ticket = cache.stamp[:, 0].astype(jnp.int32)
+    else:
+        tokens, ticket, stamp = ffi.begin(
+            placement, tokens, cache.lengths, cache.stamp, cache.layers, attends
+        )
+        cache = cache._replace(stamp=stamp)
     tokens, num_new = jax.lax.optimization_barrier((tokens, num_new))
-    return tokens, num_new, cache._replace(stamp=stamp), ticket
+    return tokens, num_new, cache, ticket
 
 
 def _check_batch(placement: Placement, tokens: Array, num_new: Array | None) -> None:
