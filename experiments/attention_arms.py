@@ -103,7 +103,7 @@ def run_alone(
         cache,
         *map(np.asarray, inputs),
         scale=placement.config.head_dim**-0.5,
-        slot_bytes=RINGS["ordered"].slot_bytes,
+        slot_bytes=RINGS["ordered"].slot,
         passes=passes,
     )
 

@@ -58,13 +58,17 @@ def make_rings(
     depths: Sequence[str], slots_mib: Sequence[str], budgets_mib: Sequence[str]
 ) -> list[RingConfig]:
     """A ring for each combination of the flags' values."""
+    slots = numbers("slot_mib", slots_mib, float) if slots_mib else [None]
+    settings = itertools.product(
+        numbers("depth", depths), slots, numbers("budget_mib", budgets_mib, float)
+    )
     return [
-        RingConfig(depth=d, slot_bytes=round(s * MIB), budget_bytes=round(b * MIB))
-        for d, s, b in itertools.product(
-            numbers("depth", depths),
-            numbers("slot_mib", slots_mib, float),
-            numbers("budget_mib", budgets_mib, float),
+        RingConfig(
+            depth=depth,
+            slot_bytes=slot and round(slot * MIB),
+            budget_bytes=round(budget * MIB),
         )
+        for depth, slot, budget in settings
     ]
 
 

@@ -34,7 +34,7 @@ class Arm:
         room = "" if self.capacity is None else f", capacity {self.capacity:,}"
         if self.name != "pipelined":
             return self.name + where + room + over
-        budget, slot = self.ring.budget / MIB, self.ring.slot_bytes / MIB
+        budget, slot = self.ring.budget / MIB, self.ring.slot / MIB
         sizes = f"ring {budget:g} MiB, slots {slot:g} MiB"
         return f"pipelined{where}, {sizes}, depth {self.ring.depth}{room}{over}"
 
@@ -259,7 +259,7 @@ def decline_rows(declines: dict[Arm, str], case: Case) -> list[dict]:
 def ring_settings(ring: RingConfig) -> dict:
     return {
         "depth": ring.depth,
-        "slot_bytes": ring.slot_bytes,
+        "slot_bytes": ring.slot,
         "budget_bytes": ring.budget,
     }
 

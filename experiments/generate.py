@@ -58,7 +58,12 @@ DEPTH = flags.DEFINE_integer(
 BUDGET_MIB = flags.DEFINE_float(
     "budget_mib", 64, "The most a ring takes of a device; 0 = no ring.", lower_bound=0
 )
-SLOT_MIB = flags.DEFINE_float("slot_mib", 16, "Size of a ring's slot.", lower_bound=0)
+SLOT_MIB = flags.DEFINE_float(
+    "slot_mib",
+    None,
+    "Size of a ring's slot. Default: 16, or a third of a smaller --budget_mib.",
+    lower_bound=0,
+)
 CHUNK = flags.DEFINE_integer(
     "chunk", 256, "Prompt tokens that one prefill call takes.", lower_bound=1
 )
@@ -101,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
             ring_config=RingConfig(
                 depth=DEPTH.value,
                 budget_bytes=round(BUDGET_MIB.value * MIB),
-                slot_bytes=round(SLOT_MIB.value * MIB),
+                slot_bytes=SLOT_MIB.value and round(SLOT_MIB.value * MIB),
             ),
             chunk=CHUNK.value,
             max_new_tokens=MAX_NEW_TOKENS.value,

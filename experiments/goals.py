@@ -205,7 +205,7 @@ def in_tail(row: dict) -> bool:
 
 def is_default(row: dict) -> bool:
     ring = RingConfig()
-    wanted = ("pipelined", ring.depth, ring.slot_bytes, ring.budget)
+    wanted = ("pipelined", ring.depth, ring.slot, ring.budget)
     return wanted == tuple(
         row.get(key) for key in ("arm", "depth", "slot_bytes", "budget_bytes")
     )

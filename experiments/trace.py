@@ -57,7 +57,7 @@ DEVICE_CELLS = flags.DEFINE_integer(
 DEPTH = flags.DEFINE_integer(
     "depth", RingConfig().depth, "Of the ring; 0 traces the ordered path."
 )
-SLOT_MIB = flags.DEFINE_float("slot_mib", RingConfig().slot_bytes / MIB, "Of the ring.")
+SLOT_MIB = flags.DEFINE_float("slot_mib", None, "Of the ring. Default: RingConfig's.")
 BUDGET_MIB = flags.DEFINE_float("budget_mib", RingConfig().budget / MIB, "Of the ring.")
 DTYPE = flags.DEFINE_enum("dtype", "bfloat16", CACHE_DTYPES, "Of the cache's cells.")
 STEPS = flags.DEFINE_integer("steps", 3, "Whole steps to trace.", lower_bound=1)
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
             device_cells=DEVICE_CELLS.value,
             ring_config=RingConfig(
                 depth=DEPTH.value,
-                slot_bytes=round(SLOT_MIB.value * MIB),
+                slot_bytes=SLOT_MIB.value and round(SLOT_MIB.value * MIB),
                 budget_bytes=round(BUDGET_MIB.value * MIB),
             ),
             dtype=DTYPE.value,

@@ -10,6 +10,7 @@ from kvjax.shapes import BLOCK, RECORD_ALIGN
 CACHE_DTYPES = ("bfloat16", "float32")
 MIB = 1 << 20
 MAX_DEPTH = 64
+MIN_SLOTS = 3  # the one being read and a margin of two (ops/ring.h: kMinSlots)
 MAX_BUDGET_BYTES = 64 << 30
 
 
@@ -124,23 +125,32 @@ class RingConfig:
         ordered path, without a ring.
       budget_bytes: The most the ring may take of each device; None = 64 MiB, 0 = no
         ring.
-      slot_bytes: Size of a slot, the unit of delivery.
+      slot_bytes: Size of a slot, the unit of delivery; None = 16 MiB, or a third of a
+        smaller budget.
       headroom_bytes: Device memory that must stay free beside the ring.
     """
 
     depth: int = 1
     budget_bytes: int | None = None
-    slot_bytes: int = 16 * MIB
+    slot_bytes: int | None = None
     headroom_bytes: int = 64 * MIB
 
     def __post_init__(self):
         check_range("depth", self.depth, 0, MAX_DEPTH)
         if self.budget_bytes is not None:
             check_range("budget_bytes", self.budget_bytes, 0, MAX_BUDGET_BYTES)
-        check_range("slot_bytes", self.slot_bytes, 1024, MAX_BUDGET_BYTES)
+        if self.slot_bytes is not None:
+            check_range("slot_bytes", self.slot_bytes, 1024, MAX_BUDGET_BYTES)
         check_range("headroom_bytes", self.headroom_bytes, 0, MAX_BUDGET_BYTES)
 
     @property
     def budget(self) -> int:
         """The budget in bytes, the default filled in."""
         return 64 * MIB if self.budget_bytes is None else self.budget_bytes
+
+    @property
+    def slot(self) -> int:
+        """The slot's size in bytes, the default filled in."""
+        if self.slot_bytes is not None:
+            return self.slot_bytes
+        return min(16 * MIB, self.budget // MIN_SLOTS)

@@ -324,7 +324,7 @@ def measure_costs(
     num_bytes = full * config.batch_size * cell_bytes(config, placement.local_heads)
     least = num_bytes / read_rate(device)
     return Costs(
-        link_bytes_s=link_rate(device, piece_bytes=RingConfig().slot_bytes),
+        link_bytes_s=link_rate(device, piece_bytes=RingConfig().slot),
         attend_bytes_s=num_bytes / max(long - short, least),
         step_s=short,
     )

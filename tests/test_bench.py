@@ -376,7 +376,7 @@ def row_of(**changes) -> dict:
         "blocking_ms": 80.5,
         "ring_bytes": 64 * MIB,
         "depth": RingConfig().depth,
-        "slot_bytes": RingConfig().slot_bytes,
+        "slot_bytes": RingConfig().slot,
         "budget_bytes": RingConfig().budget,
         "raw_bytes_s": [54.4e9],
     }

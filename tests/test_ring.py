@@ -31,6 +31,7 @@ from kvjax.cache.state import Cache, reset
 from kvjax.config import MIB, RingConfig
 from kvjax.delivery import ffi
 from kvjax.delivery.placement import Placement, make_mesh
+from kvjax.delivery.plan import Slots, plan_ring
 from kvjax.delivery.ring import Emulation, Ring, RingStats
 from kvjax.model.attention import Step
 from kvjax.shapes import BLOCK
@@ -461,6 +462,25 @@ def test_a_declined_ring_costs_nothing_and_changes_no_bit(deep, config, reason):
         assert list(ring.declines().values()) == [reason]
     assert (stats.ring_bytes, stats.num_slots, stats.deliveries) == (0, 0, 0)
     assert stats.ordered_depth == STEPS * LAYERS
+
+
+@pytest.mark.parametrize("budget", [16 * BLOCK_BYTES, 16 * BLOCK_BYTES + 77])
+def test_a_small_budget_alone_makes_three_slots(deep, budget):
+    """Of a third each, and of whole multiples of what kernels load at once."""
+    config = RingConfig(budget_bytes=budget)
+    plan = plan_ring(deep.placement, config)
+    assert plan == Slots(3, budget // 3 // 256 * 256)
+    with Ring.open(deep.placement, config) as ring:
+        check(deep)
+        stats = ring.stats()
+    assert (stats.ring_bytes, stats.ordered_bytes) == (plan.ring_bytes, 0)
+    few = plan_ring(deep.placement, RingConfig(budget_bytes=3 * BLOCK_BYTES - 1))
+    assert few.reason.startswith(f"a ring needs 3 slots of {BLOCK_BYTES} bytes")
+
+
+def test_a_slot_of_an_odd_size_begins_where_kernels_can_load(deep):
+    plan = plan_ring(deep.placement, RingConfig(slot_bytes=2 * BLOCK_BYTES + 77))
+    assert plan.slot_bytes == 2 * BLOCK_BYTES
 
 
 def test_a_budget_too_small_is_said_once_for_all_devices(pair, capfd):

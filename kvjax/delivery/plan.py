@@ -3,11 +3,11 @@
 from typing import NamedTuple
 
 from kvjax.cache.state import layer_bytes
-from kvjax.config import RingConfig
+from kvjax.config import MIN_SLOTS, RingConfig
 from kvjax.delivery.placement import Placement
 from kvjax.shapes import BLOCK
 
-MIN_SLOTS = 3  # the one being read and a margin of two (ops/ring.h: kMinSlots)
+SLOT_ALIGN = 256  # bytes that a slot's start is a multiple of: kernels load by 16
 
 
 class Slots(NamedTuple):
@@ -46,12 +46,12 @@ def plan_ring(placement: Placement, config: RingConfig) -> Slots | Decline:
     ]
     if not any(tails):
         return Decline("all cells lie on the device")
-    check_slot(placement, config.slot_bytes)
+    slot_bytes = slot_of(placement, config)
     if config.depth == 0:
         return Decline("depth is 0")
     if config.budget == 0:
         return Decline("budget_bytes is 0")
-    slot_bytes = min(config.slot_bytes, max(tails))
+    slot_bytes = min(slot_bytes, max(tails))
     useful = sum(-(-tail // slot_bytes) for tail in tails)
     allowed = config.budget // slot_bytes
     if allowed < MIN_SLOTS:
@@ -63,14 +63,21 @@ def plan_ring(placement: Placement, config: RingConfig) -> Slots | Decline:
     return Slots(max(MIN_SLOTS, min(allowed, useful)), slot_bytes)
 
 
-def check_slot(placement: Placement, slot_bytes: int) -> None:
-    """Raises ValueError unless a slot holds one block of a device's heads."""
+def slot_of(placement: Placement, config: RingConfig) -> int:
+    """A slot's bytes, aligned; at least a block's unless another size was asked for.
+
+    Raises:
+      ValueError: a slot of the asked size does not hold one block of a device's heads.
+    """
     block_bytes = smallest_slot(placement)
-    if slot_bytes < block_bytes:
+    if config.slot_bytes is None:
+        return max(config.slot // SLOT_ALIGN * SLOT_ALIGN, block_bytes)
+    if config.slot_bytes < block_bytes:
         raise ValueError(
             f"slot_bytes must hold one block of {BLOCK} cells, {block_bytes} bytes of "
-            f"this cache, got {slot_bytes}"
+            f"this cache, got {config.slot_bytes}"
         )
+    return config.slot_bytes // SLOT_ALIGN * SLOT_ALIGN
 
 
 def smallest_slot(placement: Placement) -> int:
