@@ -60,6 +60,7 @@ from decode_meshes import (
     key_of,
     measure_links,
     open_meshes,
+    rate_alone,
     read_theirs,
     shown,
 )
@@ -96,7 +97,6 @@ from kvjax.measurement import (
     WARMUP,
     DecodeStep,
     device_memory,
-    link_rate,
     provenance,
     random_cache,
     read_rate,
@@ -408,7 +408,7 @@ class Bench:
             row["compile_s"] = programs[arm].compile_s
             row["tokens"] = shown(runs[arm][0].tokens)
             row |= logits.get(arm, {})
-            if arm.name == "pipelined" and jax.process_count() == 1:
+            if arm.name == "pipelined":
                 row["piece_bytes_s"] = self.piece_rate(arm, programs[arm].placement)
         return rows
 
@@ -416,8 +416,7 @@ class Bench:
         """Bytes a second of raw copies in pieces of an arm's slot; measured once."""
         piece = plan_ring(placement, arm.ring).slot_bytes
         if piece not in self.piece_rates:
-            device = placement.mesh.devices.flat[0]
-            self.piece_rates[piece] = link_rate(device, piece_bytes=piece)
+            self.piece_rates[piece] = rate_alone(placement.mesh, piece)
         return self.piece_rates[piece]
 
     def prepare(self, arms: list[Arm], case: Case, bar: tqdm) -> dict[Arm, Program]:

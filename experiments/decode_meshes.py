@@ -10,10 +10,11 @@ import numpy as np
 import processes
 from decode_cases import Meshes
 from decode_rows import Case, Links
+from jax.sharding import Mesh
 
 from kvjax.delivery import agreement
 from kvjax.delivery.placement import make_mesh
-from kvjax.measurement import link_rate, link_rates
+from kvjax.measurement import PIECE_BYTES, link_rate, link_rates
 
 Theirs = dict[tuple, np.ndarray]  # tokens [steps, B] by what `key` says of a row
 
@@ -48,9 +49,7 @@ def emulate(devices: int) -> None:
 
 def measure_links(meshes: Meshes) -> Links:
     """The raw rates of all devices of each mesh at once, and of the first one alone."""
-    first = next(iter(meshes.values())).devices.flat[0]
-    here = first.process_index == jax.process_index()
-    alone = gathered(agreement.together(lambda: [link_rate(first)] if here else []))
+    alone = [rate_alone(next(iter(meshes.values())))]
     together = {}
     for size, mesh in meshes.items():
         if size == 1:
@@ -62,6 +61,17 @@ def measure_links(meshes: Meshes) -> Links:
 
         together[size] = gathered(agreement.together(measure))
     return Links(alone[0], together)
+
+
+def rate_alone(mesh: Mesh, piece_bytes: int = PIECE_BYTES) -> float:
+    """The raw rate of a mesh's first device alone; every process gets it."""
+    first = mesh.devices.flat[0]
+    here = first.process_index == jax.process_index()
+
+    def measure():
+        return [link_rate(first, piece_bytes=piece_bytes)] if here else []
+
+    return gathered(agreement.together(measure))[0]
 
 
 def gathered(mine: list) -> list:
