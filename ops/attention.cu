@@ -7,16 +7,19 @@
 #include "attention_gpu.h"
 #include "attention_tile.cuh"
 #include "launch.h"
+#include "on_device.h"
 
 namespace kvjax {
 namespace {
 
 constexpr int kRunRows = 8;              // query rows of a tile that folds as it goes
-constexpr int kSharedBytes = 227 << 10;  // of a multiprocessor, as of a CTA
+constexpr int kSharedBytes = 227 << 10;  // of a CTA, at most
+constexpr int kSharedOfAll = 228 << 10;  // of a multiprocessor
 constexpr int kSharedOfCta = 1 << 10;    // that CUDA takes for each CTA
 
-// CTAs of a multiprocessor by their registers.
-constexpr int CtasByRegisters(int rows) { return rows > 4 ? 2 : 4; }
+// CTAs of a multiprocessor by their registers; with one more, those that hold values on
+// their way would be spilled, and their loads waited for.
+constexpr int CtasByRegisters(int rows) { return rows > 2 ? 3 : 4; }
 
 // ------------------------------------------------------------------ split by blocks
 
@@ -30,21 +33,24 @@ struct Place {
 // The first block that holds anything, of at, at + step, ...; `span` is not behind it.
 __device__ Place NextBlock(const Params& p, int at, int step, int span, Span* found) {
   const int num_blocks = p.num_blocks(), num_spans = p.num_spans();
-  for (; at < num_blocks; at += step) {
+  while (at < num_blocks) {
     while (span + 1 < num_spans && at >= StartOf(p, span + 1)) ++span;
     *found = SpanAt(p, span);
     const int i = at - StartOf(p, span);
     if (i < found->num_blocks) return {at, span, found->first_block + i};
+    // The span's rest is empty.
+    const int end = span + 1 < num_spans ? StartOf(p, span + 1) : num_blocks;
+    at += (end - at + step - 1) / step * step;
   }
   return {num_blocks, span, 0};
 }
 
 template <typename E, int VEC, int R>
 __device__ void WritePartial(const Params& p, int at, const Tile<E, VEC, R>& tile) {
-  const int size = p.s.value_dim, stride = R * size, first_row = int(blockIdx.z) * R;
+  const int size = p.s.value_dim, stride = R * size, first_row = int(blockIdx.y) * R;
   for (int r = threadIdx.x / 32; r < R; r += kWarps) {
     if (first_row + r >= p.s.rows()) break;
-    float* const partial = PartialOf(p, at, blockIdx.y, first_row + r);
+    float* const partial = PartialOf(p, at, blockIdx.x, first_row + r);
     for (int h = threadIdx.x % 32 * 2; h < size; h += 64) {
       const float* sums = tile.shared.sums + r * size + h;
       float2 chain[kChains];
@@ -61,15 +67,16 @@ __device__ void WritePartial(const Params& p, int at, const Tile<E, VEC, R>& til
   }
 }
 
-// Some blocks a CTA, one after another: [CTAs, K, tiles of R rows].
+// Some blocks a CTA, one after another: [K, tiles of R rows, CTAs]. Heads first: CTAs
+// that find nothing to do then leave no multiprocessor idle beside full ones.
 template <typename E, int VEC, int R>
 __global__ void __launch_bounds__(kThreads, CtasByRegisters(R))
     SplitKernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) char memory[];
-  Tile<E, VEC, R> tile(p, memory, false, int(blockIdx.y), int(blockIdx.z) * R);
-  const int step = int(gridDim.x), num_blocks = p.num_blocks();
+  Tile<E, VEC, R> tile(p, memory, false, int(blockIdx.x), int(blockIdx.y) * R);
+  const int step = int(gridDim.z), num_blocks = p.num_blocks();
   Span span;
-  Place now{int(blockIdx.x) - step, 0, 0};
+  Place now{int(blockIdx.z) - step, 0, 0};
   for (bool at_hand = false;; at_hand = true) {
     if (at_hand) tile.Score();
     const Place next = NextBlock(p, now.at + step, step, now.span, &span);
@@ -87,9 +94,9 @@ __global__ void __launch_bounds__(kThreads, CtasByRegisters(R))
       WritePartial(p, now.at, tile);
       if (!more) return;
     }
-    if (!at_hand || next.span != now.span) tile.LoadQueries(SpanAt(p, next.span).seq);
     tile.Advance();
     if (!at_hand) tile.LoadValues();
+    if (!at_hand || next.span != now.span) tile.LoadQueries(span.seq);
     now = next;
   }
 }
@@ -238,7 +245,7 @@ Status Resident(const Choice& choice, int64_t* ctas) {
   KVJAX_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
   KVJAX_RETURN_IF_CUDA_ERROR(
       cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  const int by_memory = kSharedBytes / (choice.bytes + kSharedOfCta);
+  const int by_memory = kSharedOfAll / (choice.bytes + kSharedOfCta);
   *ctas = processors * std::max(1, std::min(by_memory, CtasByRegisters(choice.rows)));
   return Status::Ok();
 }
@@ -252,8 +259,8 @@ Status Split(cudaStream_t stream, const Params& p, const Choice& choice,
   int64_t resident = 0;
   KVJAX_RETURN_IF_ERROR(Resident(choice, &resident));
   const int64_t share = resident / (int64_t(p.s.num_kv_heads) * tiles);
-  const dim3 grid(unsigned(std::clamp<int64_t>(share, 1, num_blocks)), p.s.num_kv_heads,
-                  tiles);
+  const dim3 grid(p.s.num_kv_heads, tiles,
+                  unsigned(std::clamp<int64_t>(share, 1, num_blocks)));
   return LaunchKernel({grid, kThreads, choice.bytes, stream}, choice.kernel, p);
 }
 
@@ -316,19 +323,23 @@ Status LaunchDevice(cudaStream_t stream, const AttentionShape& shape,
   return Enqueue(stream, p, false);
 }
 
-Status PrepareAttention() {
+Status PrepareAttention(int device) {
   static std::mutex mutex;
   static std::set<int> ready;
   std::lock_guard<std::mutex> lock(mutex);
-  int device = 0;
-  KVJAX_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
-  if (!ready.insert(device).second) return Status::Ok();
+  if (ready.count(device) > 0) return Status::Ok();
+  const OnDevice on(device);
+  KVJAX_RETURN_IF_ERROR(on.status());
+  cudaFuncAttributes fold;
+  KVJAX_RETURN_IF_CUDA_ERROR(cudaFuncGetAttributes(&fold, FoldKernel));
   KVJAX_RETURN_IF_ERROR((PrepareKernels<float, 2>()));
   KVJAX_RETURN_IF_ERROR((PrepareKernels<float, 4>()));
   KVJAX_RETURN_IF_ERROR((PrepareKernels<float, 8>()));
   KVJAX_RETURN_IF_ERROR((PrepareKernels<uint16_t, 2>()));
   KVJAX_RETURN_IF_ERROR((PrepareKernels<uint16_t, 4>()));
-  return PrepareKernels<uint16_t, 8>();
+  KVJAX_RETURN_IF_ERROR((PrepareKernels<uint16_t, 8>()));
+  ready.insert(device);
+  return Status::Ok();
 }
 
 }  // namespace kvjax

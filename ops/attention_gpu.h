@@ -30,7 +30,7 @@ Status LaunchDevice(cudaStream_t stream, const AttentionShape& shape,
                     const AttentionBuffers& buffers, const char* cells,
                     float* workspace);
 
-// Loads every kernel on the current device and sets its attributes; once a device.
-Status PrepareAttention();
+// Loads every kernel on a device and sets its attributes, once.
+Status PrepareAttention(int device);
 
 }  // namespace kvjax

@@ -54,7 +54,7 @@ struct Shared {
   int64_t* query_at;    // [R] where each query lies; -1 = no such row
   float* p;             // [kBlock, R]
   float* q;             // [loads, rows / 4, StagedQuads]
-  float* sums;          // [kChains, R, Hv]
+  float* sums;          // [kChains, R, Hv]; of the run kernel in place of the keys
   float* warp_max;      // [kWarps, R]
   float* warp_sum;      // [kWarps, R]
   float* m;             // [R]
@@ -72,13 +72,16 @@ struct Shared {
     const int loads = (s.head_dim * element / kPiece + kMatrices - 1) / kMatrices;
     return loads * (R / kRowsAtOnce) * StagedQuads(kRowsAtOnce, in_load);
   }
+  __host__ __device__ static int SumFloats(const AttentionShape& s) {
+    return kChains * R * s.value_dim;
+  }
   __host__ __device__ static int Bytes(const AttentionShape& s, int element, bool run) {
-    return Fixed(s, element, run) + kBlock * StagedRow(s, element) + kMatrices * kPiece;
+    const int keys = kBlock * StagedRow(s, element) + kMatrices * kPiece;
+    return Fixed(s, element, run) + (run ? max(keys, SumFloats(s) * 4) : keys);
   }
   __host__ __device__ static int Fixed(const AttentionShape& s, int element, bool run) {
-    const int floats = kBlock * R + QueryFloats(s, element) +
-                       kChains * R * s.value_dim + 2 * kWarps * R + 3 * R + 2 * kBlock +
-                       (run ? R * 2 * (s.value_dim + 2) : 0);
+    const int floats = kBlock * R + QueryFloats(s, element) + 2 * kWarps * R + 3 * R +
+                       2 * kBlock + (run ? R * 2 * (s.value_dim + 2) : SumFloats(s));
     return (8 * (2 * kBlock + R) + floats * 4 + kPiece - 1) / kPiece * kPiece;
   }
 
@@ -86,8 +89,10 @@ struct Shared {
     source = reinterpret_cast<const char**>(memory);
     p = reinterpret_cast<float*>(source + 2 * kBlock);
     q = p + kBlock * R;
-    sums = q + QueryFloats(s, element);
-    query_at = reinterpret_cast<int64_t*>(sums + kChains * R * s.value_dim);
+    keys = memory + Fixed(s, element, run);
+    float* const next = q + QueryFloats(s, element);
+    sums = run ? reinterpret_cast<float*>(keys) : next;
+    query_at = reinterpret_cast<int64_t*>(run ? next : next + SumFloats(s));
     warp_max = reinterpret_cast<float*>(query_at + R);
     warp_sum = warp_max + kWarps * R;
     m = warp_sum + kWarps * R;
@@ -96,7 +101,6 @@ struct Shared {
     row_of = place + R;
     kind = row_of + kBlock;
     state = reinterpret_cast<float*>(kind + kBlock);
-    keys = memory + Fixed(s, element, run);
   }
 };
 

@@ -74,7 +74,7 @@ Status RunCopyThenAttend(int64_t device, const CopyThenAttend& work, double* sec
   KVJAX_RETURN_IF_ERROR(CutLayer(work, &segments));
   TimedStream timed(static_cast<int>(device));
   KVJAX_RETURN_IF_ERROR(timed.Open());
-  KVJAX_RETURN_IF_ERROR(PrepareAttention());
+  KVJAX_RETURN_IF_ERROR(PrepareAttention(static_cast<int>(device)));
 
   const AttentionShape& shape = work.shape;
   const int64_t workspace_floats = LargestWorkspace(shape, segments);

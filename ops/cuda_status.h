@@ -11,6 +11,7 @@ namespace kvjax {
 
 inline Status CudaStatus(cudaError_t error, const char* expression) {
   if (error == cudaSuccess) return Status::Ok();
+  (void)cudaGetLastError();  // told once: the next call must not find it
   const std::string text = std::string(expression) + ": " + cudaGetErrorString(error);
   return error == cudaErrorMemoryAllocation ? Status::Exhausted(text)
                                             : Status::Internal(text);

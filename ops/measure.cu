@@ -76,7 +76,6 @@ class Bench {
     KVJAX_RETURN_IF_ERROR(timed_.Start());
     KVJAX_RETURN_IF_ERROR(pass());
     return timed_.Stop(seconds);
-    return Status::Ok();
   }
 
   cudaStream_t stream() const { return timed_.get(); }

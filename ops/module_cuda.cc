@@ -34,7 +34,7 @@ ffi::Error BeginInitialize(int32_t device, ffi::AnyBuffer,
                            ffi::Result<ffi::Buffer<ffi::U32>>, int64_t ring_id,
                            ffi::Span<const int64_t>, ffi::Span<const int64_t>,
                            ffi::Span<const int64_t>, ffi::Span<const int64_t>) {
-  Status status = PrepareAttention();
+  Status status = PrepareAttention(device);
   if (!status.ok()) return ToError(status);
   const auto ring = RingOf(ring_id, device);
   std::lock_guard<std::mutex> lock(ring->mutex());
@@ -186,7 +186,9 @@ ffi::Error AttendRing(cudaStream_t stream, int32_t device,
   return ToError(status);
 }
 
-ffi::Error AttendDeviceInitialize() { return ToError(PrepareAttention()); }
+ffi::Error AttendDeviceInitialize(int32_t device) {
+  return ToError(PrepareAttention(device));
+}
 
 ffi::Error AttendDevice(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer rows,
                         ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> where,
@@ -297,9 +299,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_ring, kvjax::AttendRing,
                                   .Attr<int64_t>("layer")
                                   .Attr<int64_t>("device_cells"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_device_initialize,
-                              kvjax::AttendDeviceInitialize,
-                              ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    kvjax_attend_device_initialize, kvjax::AttendDeviceInitialize,
+    ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::DeviceOrdinal>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_device, kvjax::AttendDevice,
                               ffi::Ffi::Bind()

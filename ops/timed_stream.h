@@ -4,17 +4,14 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda_status.h"
+#include "on_device.h"
 
 namespace kvjax {
 
 // The device is current while it lives. Waits for its stream when it goes.
 class TimedStream {
  public:
-  explicit TimedStream(int device) {
-    (void)cudaGetDevice(&before_);
-    (void)cudaSetDevice(device);
-  }
+  explicit TimedStream(int device) : on_(device) {}
   ~TimedStream() {
     if (start_ != nullptr) (void)cudaEventDestroy(start_);
     if (end_ != nullptr) (void)cudaEventDestroy(end_);
@@ -23,12 +20,12 @@ class TimedStream {
       (void)cudaStreamDestroy(stream_);
     }
     (void)cudaGetLastError();  // not sticky: leave none for XLA
-    (void)cudaSetDevice(before_);
   }
   TimedStream(const TimedStream&) = delete;
   TimedStream& operator=(const TimedStream&) = delete;
 
   Status Open() {
+    KVJAX_RETURN_IF_ERROR(on_.status());
     KVJAX_RETURN_IF_CUDA_ERROR(cudaEventCreate(&start_));
     KVJAX_RETURN_IF_CUDA_ERROR(cudaEventCreate(&end_));
     return KVJAX_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
@@ -49,7 +46,7 @@ class TimedStream {
   cudaStream_t get() const { return stream_; }
 
  private:
-  int before_ = 0;
+  OnDevice on_;
   cudaStream_t stream_ = nullptr;
   cudaEvent_t start_ = nullptr, end_ = nullptr;
 };

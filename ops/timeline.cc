@@ -45,15 +45,20 @@ void Timeline::Add(Stream stream, const Mark& mark) {
 }
 
 Status Timeline::Read(std::vector<Mark>* marks) {
-  double before[] = {0, 0};  // of each stream: when its last point was passed
+  // Of each stream: its last point and when that was passed. A device tells times as
+  // floats; those between neighbours are short, so they keep their precision.
+  Event last[] = {start_, start_};
+  double before[] = {0, 0};
   for (size_t i = 0; i < marks_.size(); ++i) {
     Mark& mark = marks_[i];
     // Only points that were passed tell their time.
     KVJAX_RETURN_IF_ERROR(transport_.Synchronize(points_[i]));
-    KVJAX_RETURN_IF_ERROR(transport_.Elapsed(start_, points_[i], &mark.end_s));
-    double& begin_s = before[OnTransfer(mark.kind)];
-    mark.begin_s = begin_s;
-    begin_s = mark.end_s;
+    const bool stream = OnTransfer(mark.kind);
+    double took_s = 0;
+    KVJAX_RETURN_IF_ERROR(transport_.Elapsed(last[stream], points_[i], &took_s));
+    mark.begin_s = before[stream];
+    mark.end_s = before[stream] += took_s;
+    last[stream] = points_[i];
   }
   *marks = std::move(marks_);
   return Status::Ok();

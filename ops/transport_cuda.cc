@@ -1,25 +1,13 @@
 #include "transport_cuda.h"
 
 #include "cuda_status.h"
+#include "on_device.h"
 
 namespace kvjax {
 namespace {
 
 cudaStream_t AsStream(Stream stream) { return static_cast<cudaStream_t>(stream); }
 cudaEvent_t AsEvent(Event event) { return static_cast<cudaEvent_t>(event); }
-
-// Makes a device current while it lives: calls come from XLA's threads and Python's.
-class OnDevice {
- public:
-  explicit OnDevice(int device) {
-    (void)cudaGetDevice(&before_);
-    if (before_ != device) (void)cudaSetDevice(device);
-  }
-  ~OnDevice() { (void)cudaSetDevice(before_); }
-
- private:
-  int before_ = 0;
-};
 
 }  // namespace
 
@@ -43,9 +31,7 @@ Status CudaTransport::PrepareWords(int64_t count) {
 
 Status CudaTransport::Allocate(int64_t bytes, char** memory) {
   const OnDevice on(device_);
-  const Status status = KVJAX_CUDA(cudaMalloc(reinterpret_cast<void**>(memory), bytes));
-  if (!status.ok()) (void)cudaGetLastError();  // not sticky: leave none for XLA
-  return status;
+  return KVJAX_CUDA(cudaMalloc(reinterpret_cast<void**>(memory), bytes));
 }
 
 void CudaTransport::Free(char* memory) {

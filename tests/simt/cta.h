@@ -16,7 +16,7 @@ namespace simt {
 
 constexpr size_t kSharedBytes = 227 << 10;
 constexpr unsigned kMaxThreads = 1024;
-constexpr int kProcessors = 3, kCtasOfProcessor = 2;  // few, so that CTAs take turns
+constexpr int kProcessors = 3;  // few, so that CTAs take turns
 
 class Cta {
  public:
