@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <string>
 #include <vector>
 
 namespace simt {
@@ -34,15 +35,17 @@ class Cta {
   // Runs a kernel's body once a thread; `enter(i)` comes before thread i goes on.
   void Run(int num_threads, std::function<void(int)> enter, std::function<void()> body);
 
+  // The wait that stands at FILE:LINE is none any more; "" = all are.
+  void LeaveOut(std::string place) { left_out_ = std::move(place); }
+
   // What fibers call.
-  void Sync() { (void)SyncCount(0); }
-  // A barrier of all threads that haven't ended; for how many of them x is not 0.
-  int SyncCount(int x);
+  // A barrier of all threads that haven't ended: the sum of their x.
+  int Sync(const char* file, int line, int x);
   // Gives `word` and gets that of lane `from` of the same warp.
   uint64_t Exchange(uint64_t word, int from);
   void CopyLater(void* target, const void* source, size_t bytes);
   void CommitCopies();
-  void AwaitCopies(size_t groups_that_may_run);
+  void AwaitCopies(const char* file, int line, size_t groups_that_may_run);
 
  private:
   enum State { kReady, kAtBarrier, kAtExchange, kEnded };
@@ -53,7 +56,7 @@ class Cta {
   };
   struct Fiber {
     State state;
-    int counted;       // its x at a barrier
+    int x;             // at a barrier
     uint64_t word[2];  // its words of this exchange and the one before
     int exchanges;
     std::vector<std::vector<Pending>> groups;  // of copies; the last is open
@@ -62,6 +65,7 @@ class Cta {
   };
 
   static void Start();
+  bool IsLeftOut(const char* file, int line) const;
   void Go(int thread);
   void Leave(State state);
   int Next();
@@ -80,7 +84,8 @@ class Cta {
   std::function<void()> body_;
   std::jmp_buf scheduler_;
   int running_ = 0;
-  int count_ = 0;  // of the last barrier
+  int sum_ = 0;  // of the last barrier
+  std::string left_out_;
 };
 
 }  // namespace simt

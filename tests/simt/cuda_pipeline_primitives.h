@@ -8,6 +8,5 @@ inline void __pipeline_memcpy_async(void* target, const void* source, size_t byt
   simt::Cta::current()->CopyLater(target, source, bytes);
 }
 inline void __pipeline_commit() { simt::Cta::current()->CommitCopies(); }
-inline void __pipeline_wait_prior(size_t groups) {
-  simt::Cta::current()->AwaitCopies(groups);
-}
+#define __pipeline_wait_prior(groups) \
+  simt::Cta::current()->AwaitCopies(__FILE__, __LINE__, groups)

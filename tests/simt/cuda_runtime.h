@@ -59,11 +59,12 @@ T __ldg(const T* memory) {
 
 // ---------------------------------------------------------------- threads of a CTA
 
-inline void __syncthreads() { simt::Cta::current()->Sync(); }
-inline int __syncthreads_or(int x) { return simt::Cta::current()->SyncCount(x) > 0; }
-inline int __syncthreads_and(int x) {
-  return simt::Cta::current()->SyncCount(x) == int(blockDim.x);
-}
+// Macros, so that a barrier knows where it stands and one of them can be left out.
+#define __syncthreads() (void)simt::Cta::current()->Sync(__FILE__, __LINE__, 0)
+#define __syncthreads_or(x) \
+  (simt::Cta::current()->Sync(__FILE__, __LINE__, (x) ? 1 : 0) > 0)
+#define __syncthreads_and(x) \
+  (simt::Cta::current()->Sync(__FILE__, __LINE__, (x) ? 0 : 1) == 0)
 
 // Lane i gets the x of lane `from`; all 32 lanes take part.
 template <typename T>
