@@ -27,6 +27,7 @@ from pathlib import Path
 
 from absl import app, flags, logging
 from attention_arms import ARMS, BitsDiffer, line, make_rows, place, time_arms
+from paths import check_paths
 from tqdm import tqdm
 
 from kvjax.advice import GB
@@ -81,6 +82,7 @@ def run(
     commit: str | None,
     json_path: str | None,
 ) -> int:
+    check_paths(json_path, None)
     if not arms or not set(arms) <= set(ARMS):
         raise ValueError(f"--arms must be of {', '.join(ARMS)}, got {arms}")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

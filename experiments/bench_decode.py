@@ -204,7 +204,7 @@ def main(argv: Sequence[str]) -> int:
             sizes=sizes,
             arms=make_arms(ARM.value, DEVICE_CELLS.value, rings, sizes, capacities),
             cells=numbers("cells", CELLS.value),
-            batch=numbers("batch", BATCH.value),
+            batch=numbers("batch", BATCH.value, least=1),
             ragged=RAGGED.value,
             dtype=DTYPE.value,
             effort=Effort(

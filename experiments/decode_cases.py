@@ -1,6 +1,7 @@
 """What bench_decode is asked for: meshes, rings, arms, cases; if there is room."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ from decode_rows import Arm, Case
 from jax.sharding import Mesh
 
 from kvjax.advice import GB
-from kvjax.config import MIB, CacheConfig, RingConfig
+from kvjax.config import MIB, MIN_SLOTS, CacheConfig, RingConfig
 from kvjax.delivery.allocate import (
     POOL_LIMIT,
     available_host_bytes,
@@ -85,7 +86,7 @@ def make_arms(
     unknown = [name for name in names if name not in ARMS]
     if unknown or not names:
         raise ValueError(f"--arms must be of {', '.join(ARMS)}, got {unknown}")
-    for cells in device_cells:
+    for cells in device_cells or [""]:
         if cells != "half" and not cells.isdecimal():
             raise ValueError(f"--device_cells must be numbers or half, got {cells!r}")
     if "xla" in names and [*sizes] != [1]:
@@ -103,12 +104,15 @@ def make_arms(
             arms += [Arm(name="pipelined", device_cells=cells, ring=r) for r in rings]
     if "xla" in names:
         arms.append(Arm(name="xla", device_cells="0"))
-    return [
+    every = [
         replace(arm, devices=size, capacity=cells)
         for size in sizes
         for cells in capacities
         for arm in arms
     ]
+    if twice := [arm.label for arm in every if every.count(arm) > 1]:
+        raise ValueError(f"give each setting once, {twice[0]} is asked for twice")
+    return every
 
 
 def make_case(cells: int, batch: int, ragged: bool, effort: Effort) -> Case:
@@ -198,7 +202,10 @@ def find_declined(case: Case, places: dict[Arm, Placement]) -> dict[Arm, str]:
     for arm, placement in places.items():
         if arm.ring is None:
             continue
-        plan = plan_ring(placement, replace(arm.ring, depth=arm.ring.depth or 1))
+        ring = arm.ring
+        if arm.name == "ordered":  # it takes no ring: only its slot must do
+            ring = replace(ring, depth=1, budget_bytes=MIN_SLOTS * ring.slot)
+        plan = plan_ring(placement, ring)
         if isinstance(plan, Decline):
             declined[arm] = plan.reason
     pipelined = {arm for arm in places if arm.name == "pipelined"}
@@ -224,12 +231,14 @@ def free_device_bytes(device: jax.Device) -> int:
     return stats["bytes_limit"] - stats["bytes_in_use"]
 
 
-def numbers(flag: str, values: Sequence[str], kind: type = int) -> list:
+def numbers(flag: str, values: Sequence[str], kind: type = int, least: int = 0) -> list:
     """The numbers of a list flag."""
     try:
         found = [kind(value) for value in values]
     except ValueError as error:
         raise ValueError(f"--{flag} must be numbers, got {list(values)}") from error
-    if not found or min(found) < 0:
-        raise ValueError(f"--{flag} must be numbers from 0 on, got {list(values)}")
+    if not found or not all(least <= number < math.inf for number in found):
+        raise ValueError(
+            f"--{flag} must be numbers from {least} on, got {list(values)}"
+        )
     return found

@@ -24,6 +24,7 @@ from decode_cases import mesh_sizes
 from decode_meshes import open_meshes
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from paths import check_paths
 
 from kvjax.advice import cell_bytes
 from kvjax.config import CACHE_DTYPES, CacheConfig
@@ -80,6 +81,7 @@ def run(
     commit: str | None,
     json_path: str | None,
 ) -> int:
+    check_paths(json_path, None)
     meshes = open_meshes(sizes)
     half = cells // 2 // BLOCK * BLOCK
     placements = [

@@ -7,7 +7,7 @@ from pathlib import Path
 def check_paths(json_path: str | None, plot_path: str | None) -> None:
     """Refuses a path that couldn't be written once all the work is done."""
     for flag, path in (("json", json_path), ("plot", plot_path)):
-        if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):
+        if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
             raise ValueError(
                 f"--{flag} must be a file in a folder that exists, got {path!r}"
             )

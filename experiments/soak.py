@@ -30,6 +30,7 @@ from absl import app, flags, logging
 from decode_cases import mesh_sizes
 from decode_meshes import gathered, open_meshes
 from jax.sharding import Mesh
+from paths import check_paths
 
 from kvjax.advice import cell_bytes
 from kvjax.cache.state import Cache
@@ -101,6 +102,7 @@ def run(
     commit: str | None,
     json_path: str | None,
 ) -> int:
+    check_paths(json_path, None)
     if len(sizes) > 1 or sizes[0] == 1:
         raise ValueError(
             "a soak is of collectives: --mesh must be one number from 2 on, got "

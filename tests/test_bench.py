@@ -93,6 +93,19 @@ REFUSED = {
     "memory": (["--cells=1000000000"], "of pinned memory for each device"),
     "model": (["--model=/none"], "there is no /none"),
     "json": (["--json=/none/out.json"], "--json must be a file in a folder"),
+    "no json": (["--json="], "--json must be a file in a folder that exists, got ''"),
+    "depth": (
+        ["--arms=pipelined", "--depth=0"],
+        "cannot run at 4,096 cells x 1: depth",
+    ),
+    "twice": (["--depth=1,1"], "give each setting once, pipelined, ring 64 MiB"),
+    "nowhere": (["--device_cells="], "--device_cells must be numbers or half, got ''"),
+    "infinite": (["--slot_mib=inf"], "--slot_mib must be numbers from 0 on"),
+    "no number": (["--budget_mib=nan"], "--budget_mib must be numbers from 0 on"),
+    "empty batch": (
+        ["--batch=0,1"],
+        "--batch must be numbers from 1 on",
+    ),
 }
 
 

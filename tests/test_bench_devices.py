@@ -301,8 +301,8 @@ print(json.dumps(heads.make_row(placement, 300, other, control, sent)))
 def test_no_head_differs_and_one_that_does_is_named(tmp_path):
     path = tmp_path / "heads.json"
     case = ["--geometry=tiny", "--cells=300", "--batch=2", "--mesh=1,4"]
-    (code, said, errors), (refused, _, why) = run_all(
-        "heads.py", [*case, f"--json={path}"], ["--mesh=1,8"]
+    (code, said, errors), (refused, _, why), unwritten = run_all(
+        "heads.py", [*case, f"--json={path}"], ["--mesh=1,8"], ["--json=/none/x"]
     )
     assert code == 0, said + errors
     rows = json.loads(path.read_text())["rows"]
@@ -314,6 +314,7 @@ def test_no_head_differs_and_one_that_does_is_named(tmp_path):
     early = [row["early_bytes"] for row in rows if row["device_cells"] == 0]
     assert early == [[2 * per_head], [per_head] * 4]
     assert refused == 2 and "needs 8 devices, got 4" in why
+    assert unwritten[0] == 2 and "--json must be a file in a folder" in unwritten[2]
 
     done = subprocess.run(
         [sys.executable, "-c", OTHER_BIT, str(EXPERIMENTS), str(per_head)],
@@ -329,9 +330,14 @@ def test_no_head_differs_and_one_that_does_is_named(tmp_path):
 def test_a_soak_counts_its_steps_and_bytes(tmp_path):
     path = tmp_path / "soak.json"
     case = ["--geometry=tiny", "--mesh=2", "--cells=100", "--steps=40", "--batch=2"]
-    ran, alone, two = run_all(
-        "soak.py", [*case, f"--json={path}"], ["--mesh=1"], ["--mesh=2,4"]
+    ran, alone, two, unwritten = run_all(
+        "soak.py",
+        [*case, f"--json={path}"],
+        ["--mesh=1"],
+        ["--mesh=2,4"],
+        [*case, "--json=/none/x"],
     )
+    assert unwritten[0] == 2 and "--json must be a file in a folder" in unwritten[2]
     assert ran[0] == 0, ran[1] + ran[2]
     (row,) = json.loads(path.read_text())["rows"]
     assert row["problems"] == [] and row["steps"] == 40
