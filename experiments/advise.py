@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from absl import app, flags, logging
+from caches import cache_of
 from jax.sharding import Mesh
 
 from kvjax.advice import GB, Advice, Costs, Forecast, advise, forecast
@@ -159,12 +160,10 @@ def run(
 def cache_config(
     config: ModelConfig, batch: int, cells: int, dtype: str, device_cells: int | None
 ) -> CacheConfig:
-    return CacheConfig(
-        num_layers=config.num_layers,
+    return cache_of(
+        config,
         batch_size=batch,
         capacity=cells,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
         dtype=dtype,
         device_cells=device_cells,
     )

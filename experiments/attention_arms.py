@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from caches import cache_of
 from copy_then_attend import copy_then_attend
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from kvjax.advice import GB, cell_bytes
 from kvjax.cache.formats import encode
 from kvjax.cache.state import Cache
-from kvjax.config import CacheConfig, RingConfig
+from kvjax.config import RingConfig
 from kvjax.delivery import ffi
 from kvjax.delivery.placement import Placement
 from kvjax.delivery.ring import Ring
@@ -46,12 +47,10 @@ class Inputs(NamedTuple):
 def place(
     config: ModelConfig, num_seqs: int, length: int, arm: str, mesh: Mesh, dtype: str
 ) -> Placement:
-    cache = CacheConfig(
-        num_layers=config.num_layers,
+    cache = cache_of(
+        config,
         batch_size=num_seqs,
         capacity=length + 1,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
         dtype=dtype,
         device_cells=None if arm == "device" else 0,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from caches import cache_of
 from decode_rows import Arm, Case
 from jax.sharding import Mesh
 
@@ -125,12 +126,10 @@ def make_case(cells: int, batch: int, ragged: bool, effort: Effort) -> Case:
 
 
 def cache_config(arm: Arm, case: Case, config: ModelConfig, dtype: str) -> CacheConfig:
-    return CacheConfig(
-        num_layers=config.num_layers,
+    return cache_of(
+        config,
         batch_size=len(case.lengths),
         capacity=arm.cells(case),
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
         dtype=dtype,
         device_cells=arm.cells_on_device(case),
     )

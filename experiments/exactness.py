@@ -33,10 +33,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from absl import app, flags, logging
+from caches import cache_of
 from jax.sharding import Mesh
 
 from kvjax.cache.state import Cache
-from kvjax.config import CACHE_DTYPES, CacheConfig, RingConfig
+from kvjax.config import CACHE_DTYPES, RingConfig
 from kvjax.delivery.allocate import init_cache
 from kvjax.delivery.placement import Placement, make_mesh
 from kvjax.delivery.plan import smallest_slot
@@ -209,12 +210,10 @@ class Runner:
 
     def decoder(self, arm: Arm) -> Decoder:
         config = self._model.config
-        cache = CacheConfig(
-            num_layers=config.num_layers,
+        cache = cache_of(
+            config,
             batch_size=len(TASKS),
             capacity=arm.capacity,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
             dtype=self.dtype,
             device_cells=arm.device_cells,
         )

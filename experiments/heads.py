@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import processes
 from absl import app, flags, logging
+from caches import cache_of
 from decode_cases import mesh_sizes
 from decode_meshes import open_meshes
 from jax.sharding import Mesh
@@ -27,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from paths import check_paths
 
 from kvjax.advice import cell_bytes
-from kvjax.config import CACHE_DTYPES, CacheConfig
+from kvjax.config import CACHE_DTYPES
 from kvjax.delivery.placement import Placement
 from kvjax.delivery.ring import Ring, RingStats
 from kvjax.measurement import provenance, random_cache
@@ -97,12 +98,13 @@ def run(
         print(line(rows[-1]), flush=True)
     found = {
         "experiment": "heads",
-        **provenance(jax.devices()[0], ("jax", "jaxlib", "numpy"), processes.typed()),
+        **provenance(
+            jax.devices()[0], ("jax", "jaxlib", "numpy"), processes.typed(), commit
+        ),
         "model": geometry,
         "dtype": dtype,
         "rows": rows,
     }
-    found["commit"] = commit or found["commit"]
     if json_path is not None:
         Path(json_path).write_text(json.dumps(found, indent=1) + "\n")
     failed = [row for row in rows if row["differ"] or row["problem"]]
@@ -118,12 +120,10 @@ def place(
     dtype: str,
     device_cells: int | None,
 ) -> Placement:
-    cache = CacheConfig(
-        num_layers=config.num_layers,
+    cache = cache_of(
+        config,
         batch_size=batch,
         capacity=cells + STEPS,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
         dtype=dtype,
         device_cells=device_cells,
     )

@@ -23,9 +23,10 @@ import jax
 import numpy as np
 import processes
 from absl import app, flags
+from caches import cache_of
 from processes import say
 
-from kvjax.config import CACHE_DTYPES, MIB, CacheConfig, RingConfig
+from kvjax.config import CACHE_DTYPES, MIB, RingConfig
 from kvjax.delivery import agreement
 from kvjax.delivery.allocate import footprint, init_cache
 from kvjax.delivery.placement import Placement, make_mesh
@@ -104,12 +105,10 @@ def decode(
     mesh = make_mesh({"tp": jax.device_count()})
 
     def plan() -> tuple[Placement, RingConfig]:
-        config = CacheConfig(
-            num_layers=model_config.num_layers,
+        config = cache_of(
+            model_config,
             batch_size=batch_size,
             capacity=prompt_tokens + max_new_tokens,
-            num_kv_heads=model_config.num_kv_heads,
-            head_dim=model_config.head_dim,
             dtype=dtype,
             device_cells=device_cells,
         )

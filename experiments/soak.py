@@ -27,6 +27,7 @@ import jax
 import numpy as np
 import processes
 from absl import app, flags, logging
+from caches import cache_of
 from decode_cases import mesh_sizes
 from decode_meshes import gathered, open_meshes
 from jax.sharding import Mesh
@@ -34,7 +35,7 @@ from paths import check_paths
 
 from kvjax.advice import cell_bytes
 from kvjax.cache.state import Cache
-from kvjax.config import CACHE_DTYPES, CacheConfig, RingConfig
+from kvjax.config import CACHE_DTYPES, RingConfig
 from kvjax.delivery.placement import Placement
 from kvjax.delivery.plan import Decline, plan_ring
 from kvjax.delivery.ring import Ring, RingStats
@@ -153,12 +154,10 @@ def place(
     Raises:
       ValueError: there would be no ring to soak.
     """
-    cache = CacheConfig(
-        num_layers=config.num_layers,
+    cache = cache_of(
+        config,
         batch_size=batch,
         capacity=capacity,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
         dtype=dtype,
         device_cells=0,
     )

@@ -21,10 +21,11 @@ from pathlib import Path
 import jax
 import numpy as np
 from absl import app, flags, logging
+from caches import cache_of
 from paths import check_paths
 from trace_marks import events, summary, table, whole_steps
 
-from kvjax.config import CACHE_DTYPES, MIB, CacheConfig, RingConfig, check_range
+from kvjax.config import CACHE_DTYPES, MIB, RingConfig, check_range
 from kvjax.delivery.placement import Placement, make_mesh
 from kvjax.delivery.plan import Decline, plan_ring
 from kvjax.delivery.ring import Ring
@@ -154,12 +155,10 @@ def place_cells(
             f"--capacity must be at least {needed} ({cells} cells and {added} tokens), "
             f"got {capacity}"
         )
-    cache = CacheConfig(
-        num_layers=config.num_layers,
+    cache = cache_of(
+        config,
         batch_size=batch,
         capacity=capacity or needed,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
         dtype=dtype,
         device_cells=device_cells,
     )
