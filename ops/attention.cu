@@ -19,37 +19,96 @@ constexpr int kSharedOfCta = 1 << 10;    // that CUDA takes for each CTA
 
 // CTAs of a multiprocessor by their registers; with one more, those that hold values on
 // their way would be spilled, and their loads waited for.
-constexpr int CtasByRegisters(int rows) { return rows > 2 ? 3 : 4; }
+constexpr int CtasByRegisters(int vec, int rows) { return vec * rows > 4 ? 3 : 4; }
 
 // ------------------------------------------------------------------ split by blocks
 
-// A block of a launch.
+// A block of a launch that holds anything.
 struct Place {
-  int at;     // of the launch; none = num_blocks()
+  int at;     // of the launch's blocks
   int span;   // that it belongs to
   int index;  // of the sequence
+  int left;   // of its span, itself included
 };
 
-// The first block that holds anything, of at, at + step, ...; `span` is not behind it.
-__device__ Place NextBlock(const Params& p, int at, int step, int span, Span* found) {
-  const int num_blocks = p.num_blocks(), num_spans = p.num_spans();
-  while (at < num_blocks) {
-    while (span + 1 < num_spans && at >= StartOf(p, span + 1)) ++span;
-    *found = SpanAt(p, span);
-    const int i = at - StartOf(p, span);
-    if (i < found->num_blocks) return {at, span, found->first_block + i};
-    // The span's rest is empty.
-    const int end = span + 1 < num_spans ? StartOf(p, span + 1) : num_blocks;
-    at += (end - at + step - 1) / step * step;
+// Blocks that hold anything, of sequence first + lane of a layer without a tail.
+__device__ int HeldBlocks(const Params& p, int first) {
+  const int seq = first + int(threadIdx.x % 32);
+  return seq < p.s.num_seqs ? SequenceSpan(p.s, p.b.lengths, seq).num_blocks : 0;
+}
+
+__device__ int WarpSum(int x) {
+  for (int step = 1; step < 32; step *= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+// Of a launch. All lanes call it.
+__device__ int HeldBlocks(const Params& p) {
+  if (p.table.count > 0) return p.num_blocks();
+  int held = 0;
+  for (int first = 0; first < p.s.num_seqs; first += 32) held += HeldBlocks(p, first);
+  return WarpSum(held);
+}
+
+// The one with this number among them; all lanes call it.
+__device__ Place FindBlock(const Params& p, int number, Span* found) {
+  int span = 0, before = 0;
+  if (p.table.count > 0) {
+    while (number >= p.table.start[span + 1]) ++span;
+    before = p.table.start[span];
+  } else {
+    for (int all = 0;; span += 32, before += all) {
+      const int held = HeldBlocks(p, span);
+      int up_to = held;  // and with this lane's
+      for (int step = 1; step < 32; step *= 2) {
+        const int lower = __shfl_up_sync(~0u, up_to, step);
+        if (int(threadIdx.x % 32) >= step) up_to += lower;
+      }
+      all = __shfl_sync(~0u, up_to, 31);
+      if (number >= before + all) continue;
+      const int lane = WarpSum(number >= before + up_to);
+      span += lane;
+      before += __shfl_sync(~0u, up_to - held, lane);
+      break;
+    }
   }
-  return {num_blocks, span, 0};
+  *found = SpanAt(p, span);
+  const int i = number - before;
+  return {StartOf(p, span) + i, span, found->first_block + i, found->num_blocks - i};
+}
+
+// The one `step` behind `now`; there must be one.
+__device__ Place NextBlock(const Params& p, const Place& now, int step, Span* found) {
+  if (now.left > step)
+    return {now.at + step, now.span, now.index + step, now.left - step};
+  int span = now.span, i = step - now.left;
+  while (true) {
+    *found = SpanAt(p, ++span);
+    if (i < found->num_blocks) break;
+    i -= found->num_blocks;
+  }
+  return {StartOf(p, span) + i, span, found->first_block + i, found->num_blocks - i};
+}
+
+// The blocks of a CTA: begin, begin + step, ... Neighbours, so that few are the first
+// of a sequence; but of one sequence every gridDim.z-th, since CTAs that read
+// neighbouring memory at a time read it faster.
+struct Share {
+  int begin, end, step;
+};
+
+__device__ Share ShareOf(const Params& p) {
+  const int64_t held = HeldBlocks(p);
+  const int ctas = int(gridDim.z), cta = int(blockIdx.z);
+  if (p.num_spans() == 1) return {cta, int(held), ctas};
+  return {int(held * cta / ctas), int(held * (cta + 1) / ctas), 1};
 }
 
 template <typename E, int VEC, int R>
 __device__ void WritePartial(const Params& p, int at, const Tile<E, VEC, R>& tile) {
   const int size = p.s.value_dim, stride = R * size, first_row = int(blockIdx.y) * R;
   for (int r = threadIdx.x / 32; r < R; r += kWarps) {
-    if (first_row + r >= p.s.rows()) break;
+    if (first_row + r >= p.num_rows) break;
     float* const partial = PartialOf(p, at, blockIdx.x, first_row + r);
     for (int h = threadIdx.x % 32 * 2; h < size; h += 64) {
       const float* sums = tile.shared.sums + r * size + h;
@@ -63,31 +122,34 @@ __device__ void WritePartial(const Params& p, int at, const Tile<E, VEC, R>& til
                       ChainSum(chain[0].y, chain[1].y, chain[2].y, chain[3].y));
     }
     if (threadIdx.x % 32 == 0) partial[size] = tile.shared.m[r];
-    if (threadIdx.x % 32 == 1) partial[size + 1] = tile.shared.sum[r];
+    if (threadIdx.x % 32 == 1) partial[size + 1] = tile.WeightSum(r);
   }
 }
 
-// Some blocks a CTA, one after another: [K, tiles of R rows, CTAs]. Heads first: CTAs
-// that find nothing to do then leave no multiprocessor idle beside full ones.
+// Some blocks a CTA, one after another: [K, tiles of R rows, CTAs].
 template <typename E, int VEC, int R>
-__global__ void __launch_bounds__(kThreads, CtasByRegisters(R))
+__global__ void __launch_bounds__(kThreads, CtasByRegisters(VEC, R))
     SplitKernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) char memory[];
   Tile<E, VEC, R> tile(p, memory, false, int(blockIdx.x), int(blockIdx.y) * R);
-  const int step = int(gridDim.z), num_blocks = p.num_blocks();
+  const Share share = ShareOf(p);
   Span span;
-  Place now{int(blockIdx.z) - step, 0, 0};
-  for (bool at_hand = false;; at_hand = true) {
+  Place now{-1, -1, 0, 0};
+  int number = share.begin;
+  for (bool at_hand = false;; at_hand = true, number += share.step) {
     if (at_hand) tile.Score();
-    const Place next = NextBlock(p, now.at + step, step, now.span, &span);
-    const bool more = next.at < num_blocks;
+    const bool more = number < share.end;
+    Place next = now;
     if (more) {
+      next =
+          at_hand ? NextBlock(p, now, share.step, &span) : FindBlock(p, number, &span);
+      if (next.span != now.span) tile.Enter(span);
       tile.Find(span, next.index);
-      tile.LoadKeys();
     } else {
       if (!at_hand) return;
       __syncthreads();  // all have scored
     }
+    tile.LoadKeys(more);
     if (at_hand) {
       tile.Weigh();
       tile.Sum(more);
@@ -103,10 +165,10 @@ __global__ void __launch_bounds__(kThreads, CtasByRegisters(R))
 
 // ------------------------------------------------------------------ fold as it goes
 
-// Folds item (values by f, m, sum: one a row) into part 0 or 1 of shared.state.
-template <int R, typename Value>
+// Folds an item (m, sum: one a row; values [R, Hv]) into part 0 or 1 of shared.state.
+template <int R, typename Sum, typename Value>
 __device__ void FoldShared(const AttentionShape& s, float* state, int part,
-                           const float* m, const float* sum, int stride,
+                           const float* m, int stride, const Sum& sum,
                            const Value& value) {
   const int size = s.value_dim, row_floats = 2 * (size + 2);
   state += part * (size + 2);
@@ -120,7 +182,7 @@ __device__ void FoldShared(const AttentionShape& s, float* state, int part,
   if (threadIdx.x < R && m[threadIdx.x * stride] != kEmpty) {
     float* row = state + threadIdx.x * row_floats;
     const FoldScale fold = Folding(row[size], m[threadIdx.x * stride]);
-    row[size + 1] = Folded(row[size + 1], sum[threadIdx.x * stride], fold);
+    row[size + 1] = Folded(row[size + 1], sum(threadIdx.x), fold);
     row[size] = fold.largest;
   }
   __syncthreads();
@@ -129,8 +191,10 @@ __device__ void FoldShared(const AttentionShape& s, float* state, int part,
 template <int R>
 __device__ void CloseGroup(const AttentionShape& s, float* state) {
   const int size = s.value_dim, row_floats = 2 * (size + 2);
-  FoldShared<R>(s, state, 1, state + size, state + size + 1, row_floats,
-                [&](int i) { return state[i / size * row_floats + i % size]; });
+  FoldShared<R>(
+      s, state, 1, state + size, row_floats,
+      [&](int r) { return state[r * row_floats + size + 1]; },
+      [&](int i) { return state[i / size * row_floats + i % size]; });
   for (int i = threadIdx.x; i < R * (size + 2); i += kThreads) {
     const int r = i / (size + 2), h = i % (size + 2);
     state[r * row_floats + h] = h == size ? kEmpty : 0.0f;
@@ -142,18 +206,19 @@ __device__ void CloseGroup(const AttentionShape& s, float* state) {
 template <typename E, int VEC, int R>
 __device__ void AttendBlock(Tile<E, VEC, R>& tile, const Span& span, int block) {
   tile.Find(span, block);
-  tile.LoadKeys();
+  tile.LoadKeys(true);
   tile.Advance();
   tile.LoadValues();
   tile.Score();
   __syncthreads();  // all have scored
+  tile.LoadKeys(false);
   tile.Weigh();
   tile.Sum(false);
 }
 
 // One CTA a span and tile: [spans, K, tiles of R rows].
 template <typename E, int VEC, int R>
-__global__ void __launch_bounds__(kThreads, CtasByRegisters(R))
+__global__ void __launch_bounds__(kThreads, CtasByRegisters(VEC, R))
     RunKernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) char memory[];
   const AttentionShape& s = p.s;
@@ -165,10 +230,12 @@ __global__ void __launch_bounds__(kThreads, CtasByRegisters(R))
     const int row = w.first_row + i / row_floats, j = i % row_floats;
     const bool is_m = j % (s.value_dim + 2) == s.value_dim;
     float x = is_m ? kEmpty : 0.0f;
-    if (!w.span.first && row < s.rows()) x = StateOf(p, w.span.seq, w.head, row)[j];
+    if (!w.span.first && row < p.num_rows) x = StateOf(p, w.span.seq, w.head, row)[j];
     shared.state[i] = x;
   }
-  tile.LoadQueries(w.span.seq);  // its barrier orders the state, too
+  tile.LoadQueries(w.span.seq);
+  tile.Enter(w.span);
+  __syncthreads();  // the states and the queries' places are there
   int last_place = -1;
   for (int r = 0; r < R; ++r) last_place = max(last_place, shared.place[r]);
 
@@ -177,8 +244,9 @@ __global__ void __launch_bounds__(kThreads, CtasByRegisters(R))
     const bool stored = w.span.end_cell > block * kBlock;
     if (last_place >= 0 && (stored || last_place >= block * kBlock)) {
       AttendBlock(tile, w.span, block);
-      FoldShared<R>(s, shared.state, 0, shared.m, shared.sum, 1,
-                    [&](int j) { return tile.Value(j); });
+      FoldShared<R>(
+          s, shared.state, 0, shared.m, 1, [&](int r) { return tile.WeightSum(r); },
+          [&](int j) { return tile.Value(j); });
     }
     if (block % kGroup == kGroup - 1) CloseGroup<R>(s, shared.state);
   }
@@ -188,7 +256,7 @@ __global__ void __launch_bounds__(kThreads, CtasByRegisters(R))
     const bool fits = Fits(p, w);
     for (int i = threadIdx.x; i < R * s.value_dim; i += kThreads) {
       const int r = i / s.value_dim, h = i % s.value_dim;
-      if (w.first_row + r >= s.rows()) break;
+      if (w.first_row + r >= p.num_rows) break;
       const float* total = shared.state + r * row_floats + s.value_dim + 2;
       WriteOut(p, w, w.first_row + r, h, Div(total[h], total[s.value_dim + 1]), fits);
     }
@@ -196,7 +264,7 @@ __global__ void __launch_bounds__(kThreads, CtasByRegisters(R))
   }
   for (int i = threadIdx.x; i < R * row_floats; i += kThreads) {
     const int row = w.first_row + i / row_floats;
-    if (row < s.rows()) {
+    if (row < p.num_rows) {
       StateOf(p, w.span.seq, w.head, row)[i % row_floats] = shared.state[i];
     }
   }
@@ -210,12 +278,13 @@ struct Choice {
   Kernel kernel;
   int rows;   // of a tile
   int bytes;  // of shared memory
+  int ctas;   // of a multiprocessor, by their registers
 };
 
 template <typename E, int VEC, int R, bool run>
 Choice Make(const AttentionShape& s) {
   const Kernel kernel = run ? RunKernel<E, VEC, kRunRows> : SplitKernel<E, VEC, R>;
-  return {kernel, R, Shared<R>::Bytes(s, sizeof(E), run)};
+  return {kernel, R, Shared<R>::Bytes(s, sizeof(E), run), CtasByRegisters(VEC, R)};
 }
 
 template <typename E, int VEC>
@@ -239,29 +308,37 @@ Choice Choose(const AttentionShape& s, bool run) {
                                    : ChooseByValues<uint16_t>(s, run);
 }
 
-// CTAs that the device holds at once.
-Status Resident(const Choice& choice, int64_t* ctas) {
-  int device = 0, processors = 0;
+Status Processors(int* processors) {
+  int device = 0;
   KVJAX_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device));
-  KVJAX_RETURN_IF_CUDA_ERROR(
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  const int by_memory = kSharedOfAll / (choice.bytes + kSharedOfCta);
-  *ctas = processors * std::max(1, std::min(by_memory, CtasByRegisters(choice.rows)));
-  return Status::Ok();
+  return KVJAX_CUDA(
+      cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device));
 }
 
 // As many CTAs as there are blocks, or as the device holds at once: each then loads its
 // next block while it computes.
-Status Split(cudaStream_t stream, const Params& p, const Choice& choice,
-             unsigned tiles) {
+Status Split(cudaStream_t stream, const Params& p, const Choice& choice, unsigned tiles,
+             int processors) {
   const int num_blocks = p.num_blocks();
   if (num_blocks == 0) return Status::Ok();
-  int64_t resident = 0;
-  KVJAX_RETURN_IF_ERROR(Resident(choice, &resident));
+  const int by_memory = kSharedOfAll / (choice.bytes + kSharedOfCta);
+  const int64_t resident = processors * std::max(1, std::min(by_memory, choice.ctas));
   const int64_t share = resident / (int64_t(p.s.num_kv_heads) * tiles);
   const dim3 grid(p.s.num_kv_heads, tiles,
                   unsigned(std::clamp<int64_t>(share, 1, num_blocks)));
   return LaunchKernel({grid, kThreads, choice.bytes, stream}, choice.kernel, p);
+}
+
+// A CTA for some of a row's values each, where processors would be left without one.
+Status Fold(cudaStream_t stream, const Params& p, bool carries, int processors) {
+  const int64_t rows = int64_t(p.s.rows()) * p.s.num_kv_heads * p.num_spans();
+  int slices = 1;
+  while (!carries && slices * kFoldSlice < p.s.value_dim &&
+         rows * slices < processors) {
+    slices *= 2;
+  }
+  const dim3 grid(p.s.rows() * slices, p.s.num_kv_heads, p.num_spans());
+  return LaunchKernel({grid, kFoldThreads, 0, stream}, FoldKernel, p, slices);
 }
 
 Status Enqueue(cudaStream_t stream, const Params& p, bool carries) {
@@ -269,15 +346,14 @@ Status Enqueue(cudaStream_t stream, const Params& p, bool carries) {
   const bool run = s.rows() > kMaxSplitRows;
   const Choice choice = Choose(s, run);
   const unsigned tiles = (s.rows() + choice.rows - 1) / choice.rows;
-  const unsigned num_spans = p.num_spans(), num_heads = s.num_kv_heads;
   if (run) {
-    const dim3 grid(num_spans, num_heads, tiles);
+    const dim3 grid(p.num_spans(), s.num_kv_heads, tiles);
     return LaunchKernel({grid, kThreads, choice.bytes, stream}, choice.kernel, p);
   }
-  KVJAX_RETURN_IF_ERROR(Split(stream, p, choice, tiles));
-  const int slices = carries ? 1 : (s.value_dim + kFoldSlice - 1) / kFoldSlice;
-  const dim3 folds(s.rows() * slices, num_heads, num_spans);
-  return LaunchKernel({folds, kFoldThreads, 0, stream}, FoldKernel, p, slices);
+  int processors = 0;
+  KVJAX_RETURN_IF_ERROR(Processors(&processors));
+  KVJAX_RETURN_IF_ERROR(Split(stream, p, choice, tiles, processors));
+  return Fold(stream, p, carries, processors);
 }
 
 template <typename E, int VEC>
@@ -303,7 +379,7 @@ Status LaunchSpans(cudaStream_t stream, const AttentionShape& shape,
                    const AttentionBuffers& buffers, const char* base,
                    const std::vector<Span>& spans, float* workspace) {
   if (spans.empty()) return Status::Ok();
-  Params p{shape, buffers, base, workspace, {}};
+  Params p{shape, buffers, base, workspace, shape.rows(), {}};
   p.table.count = int32_t(spans.size());
   bool carries = false;
   for (size_t i = 0; i < spans.size(); ++i) {
@@ -317,7 +393,7 @@ Status LaunchSpans(cudaStream_t stream, const AttentionShape& shape,
 Status LaunchDevice(cudaStream_t stream, const AttentionShape& shape,
                     const AttentionBuffers& buffers, const char* cells,
                     float* workspace) {
-  Params p{shape, buffers, cells, workspace, {}};
+  Params p{shape, buffers, cells, workspace, shape.rows(), {}};
   p.b.state = nullptr;
   p.b.error = nullptr;
   return Enqueue(stream, p, false);

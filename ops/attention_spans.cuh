@@ -18,6 +18,7 @@ struct Params {
   AttentionBuffers b;
   const char* base;
   float* workspace;  // [block of the launch, K, T * G, Hv + 2]: values, m, sum
+  int32_t num_rows;  // T * G
   SpanTable table;
 
   __host__ __device__ int num_spans() const {
@@ -74,12 +75,12 @@ __device__ int StartOf(const Params& p, int index) {
 }
 
 __device__ float* PartialOf(const Params& p, int64_t block, int head, int row) {
-  const int64_t index = (block * p.s.num_kv_heads + head) * p.s.rows() + row;
+  const int64_t index = (block * p.s.num_kv_heads + head) * p.num_rows + row;
   return p.workspace + index * (p.s.value_dim + 2);
 }
 
 __device__ float* StateOf(const Params& p, int seq, int head, int row) {
-  const int64_t index = (int64_t(seq) * p.s.num_kv_heads + head) * p.s.rows() + row;
+  const int64_t index = (int64_t(seq) * p.s.num_kv_heads + head) * p.num_rows + row;
   return p.b.state + index * StateFloats(p.s.value_dim);
 }
 

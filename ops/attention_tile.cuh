@@ -4,9 +4,11 @@
 //   keys     to shared memory by asynchronous copies. Four threads score a cell: each
 //            has two of its eight lane sums, for all rows.
 //   weights  a thread has those of four cells, for one row (of eight rows for two).
-//   values   to registers. Warp w sums chain w; lane i has VEC of each value.
+//   values   to registers, and some to shared memory by asynchronous copies: registers
+//            for all would leave room for fewer warps. Warp w sums chain w; lane i has
+//            VEC of each value.
 //
-// One block after another, all threads:
+// One block after another, all threads; copies of keys and of values take turns:
 //
 //   Find 0, Load | Score 0, Find 1, Load keys, Weigh 0, Sum 0 and load values | Score 1
 #pragma once
@@ -29,6 +31,7 @@ constexpr int kPiece = 16;    // bytes of an asynchronous copy, and of a matrix'
 constexpr int kMatrices = 4;  // pieces of a key that are loaded at once, for 8 cells
 constexpr int kCells = 8;     // of a matrix
 constexpr int kMatrixGroups = kBlock / kWarps / kCells;  // of a warp's cells
+constexpr int kValueBytes = 16 << 10;                    // of values in shared memory
 
 // ------------------------------------------------------------------ layout on chip
 
@@ -51,19 +54,18 @@ enum Kind : int32_t { kNothing, kStored, kRow };
 template <int R>
 struct Shared {
   const char** source;  // [2, kBlock], of this block and the next
-  int64_t* query_at;    // [R] where each query lies; -1 = no such row
   float* p;             // [kBlock, R]
   float* q;             // [loads, rows / 4, StagedQuads]
   float* sums;          // [kChains, R, Hv]; of the run kernel in place of the keys
   float* warp_max;      // [kWarps, R]
   float* warp_sum;      // [kWarps, R]
   float* m;             // [R]
-  float* sum;           // [R]
   int32_t* place;       // [R]
   int32_t* row_of;      // [kBlock]
   int32_t* kind;        // [kBlock]
   float* state;         // [R, 2, Hv + 2], run kernel only
   char* keys;           // [kBlock, StagedRow], then room for a matrix beyond
+  char* values;         // kValueBytes
 
   static constexpr int kRowsAtOnce = R < 4 ? R : 4;  // whose lane sums a thread has
 
@@ -75,14 +77,19 @@ struct Shared {
   __host__ __device__ static int SumFloats(const AttentionShape& s) {
     return kChains * R * s.value_dim;
   }
-  __host__ __device__ static int Bytes(const AttentionShape& s, int element, bool run) {
+  // Of the keys, or the sums in their place.
+  __host__ __device__ static int KeyBytes(const AttentionShape& s, int element,
+                                          bool run) {
     const int keys = kBlock * StagedRow(s, element) + kMatrices * kPiece;
-    return Fixed(s, element, run) + (run ? max(keys, SumFloats(s) * 4) : keys);
+    return run ? max(keys, SumFloats(s) * 4) : keys;
+  }
+  __host__ __device__ static int Bytes(const AttentionShape& s, int element, bool run) {
+    return Fixed(s, element, run) + KeyBytes(s, element, run) + kValueBytes;
   }
   __host__ __device__ static int Fixed(const AttentionShape& s, int element, bool run) {
-    const int floats = kBlock * R + QueryFloats(s, element) + 2 * kWarps * R + 3 * R +
+    const int floats = kBlock * R + QueryFloats(s, element) + 2 * kWarps * R + 2 * R +
                        2 * kBlock + (run ? R * 2 * (s.value_dim + 2) : SumFloats(s));
-    return (8 * (2 * kBlock + R) + floats * 4 + kPiece - 1) / kPiece * kPiece;
+    return (8 * 2 * kBlock + floats * 4 + kPiece - 1) / kPiece * kPiece;
   }
 
   __device__ Shared(char* memory, const AttentionShape& s, int element, bool run) {
@@ -90,14 +97,13 @@ struct Shared {
     p = reinterpret_cast<float*>(source + 2 * kBlock);
     q = p + kBlock * R;
     keys = memory + Fixed(s, element, run);
+    values = keys + KeyBytes(s, element, run);
     float* const next = q + QueryFloats(s, element);
     sums = run ? reinterpret_cast<float*>(keys) : next;
-    query_at = reinterpret_cast<int64_t*>(run ? next : next + SumFloats(s));
-    warp_max = reinterpret_cast<float*>(query_at + R);
+    warp_max = run ? next : next + SumFloats(s);
     warp_sum = warp_max + kWarps * R;
     m = warp_sum + kWarps * R;
-    sum = m + R;
-    place = reinterpret_cast<int32_t*>(sum + R);
+    place = reinterpret_cast<int32_t*>(m + R);
     row_of = place + R;
     kind = row_of + kBlock;
     state = reinterpret_cast<float*>(kind + kBlock);
@@ -142,12 +148,12 @@ struct Word {
 // N consecutive elements as they are stored: a register or a few.
 template <typename E, int N>
 struct Packed {
-  static constexpr int kWords = N * sizeof(E) / 4;
+  static constexpr int kBytes = N * sizeof(E), kWords = kBytes / 4;
   uint32_t words[kWords];
 
   using Load = std::conditional_t<kWords % 4 == 0, uint4,
                                   std::conditional_t<kWords == 2, uint2, uint32_t>>;
-  static constexpr int kLoads = kWords * 4 / sizeof(Load);
+  static constexpr int kLoads = kBytes / sizeof(Load);
 
   static __device__ Packed FromGlobal(const char* memory) {
     Packed x;
@@ -155,6 +161,15 @@ struct Packed {
     for (int i = 0; i < kLoads; ++i) {
       reinterpret_cast<Load*>(x.words)[i] =
           __ldg(reinterpret_cast<const Load*>(memory) + i);
+    }
+    return x;
+  }
+
+  static __device__ Packed FromShared(const char* memory) {
+    Packed x;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      reinterpret_cast<Load*>(x.words)[i] = reinterpret_cast<const Load*>(memory)[i];
     }
     return x;
   }
@@ -208,6 +223,34 @@ struct Cells {
   template <bool kPlain>
   __device__ const char* At(int c) const {
     return kPlain ? plain + c * stride : source[c];
+  }
+};
+
+// Asynchronous copies of kPiece bytes, each a step further on. Many at once: a copy
+// holds its addresses until it is on its way, and few registers for them would be
+// waited for.
+struct EvenCopies {
+  const char* from;
+  char* to;
+  int from_on, to_on;
+
+  // Starts n of them.
+  __device__ void Start(int n) {
+#pragma unroll 1
+    for (; n >= 16; n -= 16) Some<16>();
+    if (n & 8) Some<8>();
+#pragma unroll 1
+    for (n &= 7; n > 0; --n) Some<1>();
+  }
+
+  template <int kSome>
+  __device__ void Some() {
+#pragma unroll
+    for (int i = 0; i < kSome; ++i) {
+      __pipeline_memcpy_async(to, from, kPiece);
+      from += from_on;
+      to += to_on;
+    }
   }
 };
 
@@ -270,21 +313,40 @@ class Tile {
         s_(p.s),
         head_(head),
         first_row_(first_row),
+        pieces_(p.s.head_dim * int(sizeof(E)) / kPiece),
+        cells_on_(kThreads / pieces_),
+        first_cell_(threadIdx.x / pieces_),
+        first_piece_(threadIdx.x % pieces_),
+        record_(p.s.record_size * int(sizeof(E))),
         value_at_((p.s.head_dim + lane() * VEC) * int(sizeof(E))),
-        lane_holds_(lane() * VEC < p.s.value_dim) {}
+        lane_holds_(lane() * VEC < p.s.value_dim) {
+    const int pieces = p.s.value_dim * int(sizeof(E)) / kPiece;
+    values_on_ = 32 / pieces;
+    staged_copies_ = 32 % pieces == 0 ? kStaged * pieces / 32 : 0;
+    const int cell = lane() / pieces, piece = lane() % pieces * kPiece;
+    staged_from_ = cell * kChains * p.s.num_kv_heads * record_ +
+                   p.s.head_dim * int(sizeof(E)) + piece;
+    staged_to_ = (cell * kThreads + warp() * 32) * Piece::kBytes + piece;
+  }
 
   // A sequence's queries, scaled. A barrier comes before they are read.
   __device__ void LoadQueries(int seq);
 
-  // Finds where the next block's cells lie. Its first barrier says that all threads
-  // have scored the block at hand.
+  // What all blocks of a span have in common, for Find.
+  __device__ void Enter(const Span& span);
+
+  // Finds where the next block's cells lie: a block of the span that was entered. Its
+  // first barrier says that all threads have scored the block at hand.
   __device__ void Find(const Span& span, int block);
 
-  // Starts copying the keys of the block that was found.
-  __device__ void LoadKeys();
+  // Starts copying the keys of the block that was found, if there is one.
+  __device__ void LoadKeys(bool more);
 
-  // The block that was found is at hand.
-  __device__ void Advance() { now_ = next_; }
+  // The block that was found is at hand; starts copying its staged values.
+  __device__ void Advance() {
+    now_ = next_;
+    StageValues();
+  }
 
   // Starts loading the first values of the block at hand.
   __device__ void LoadValues();
@@ -292,13 +354,19 @@ class Tile {
   // Awaits the keys; scores of the block at hand.
   __device__ void Score();
 
-  // Scores become weights in shared.p; shared.m and, behind Sum, shared.sum are the
+  // Scores become weights in shared.p; shared.m and, behind Sum, WeightSum are the
   // block's. A barrier comes before.
   __device__ void Weigh();
 
   // The chains of the block at hand, in shared.sums; meanwhile starts loading the
   // values of the block that was found, if `more`.
   __device__ void Sum(bool more);
+
+  // Of row r of the block at hand.
+  __device__ float WeightSum(int r) const {
+    const float* sums = shared.warp_sum + r;
+    return ChainSum(sums[0], sums[R], sums[2 * R], sums[3 * R]);
+  }
 
   // Value i of the tile [R, Hv], of the block at hand.
   __device__ float Value(int i) const {
@@ -313,9 +381,15 @@ class Tile {
   static constexpr int kPer = Word<E>::kElements * kMatrices;  // elements a load
   static constexpr int kQuads = StagedQuads(kRowsAtOnce, kPer);
   static constexpr int kChain = kBlock / kChains;
-  static constexpr int kFit = 32 / Packed<E, VEC>::kWords;  // in 32 registers
+  using Piece = Packed<E, VEC>;
+  static constexpr int kFit = 32 / Piece::kWords;  // in 32 registers
+  // Of a chain's cells the first kAhead are on their way to registers when its block's
+  // turn comes, the next kStaged to shared memory; the rest follow in the registers.
   static constexpr int kAhead = kFit < kChain ? kFit : kChain;
+  static constexpr int kRoom = kValueBytes / (kThreads * Piece::kBytes);
+  static constexpr int kStaged = kRoom < kChain - kAhead ? kRoom : kChain - kAhead;
   static constexpr int kStep = kAhead < 8 ? kAhead : 8;  // cells under one condition
+  static_assert(kStaged % kStep == 0 && (kChain - kStaged) % kAhead == 0);
 
   static __device__ int lane() { return threadIdx.x % 32; }
   static __device__ int warp() { return threadIdx.x / 32; }
@@ -341,79 +415,115 @@ class Tile {
                            float (&sums)[kMatrixGroups][kRowsAtOnce][2]) const;
   __device__ void Mask(int held, const float (&x)[kMatrixGroups]);
   __device__ void LoadStep(const Cells& cells, int first, int slot);
-  __device__ void SumCell(int slot, int c, float (&sums)[R][VEC]) const;
+  __device__ void SumWeights();
+  __device__ void StageValues();
+  static __device__ void CopyValue(const char* source, char* target) {
+    constexpr int kBytes = Piece::kBytes < kPiece ? Piece::kBytes : kPiece;
+#pragma unroll
+    for (int i = 0; i < Piece::kBytes; i += kBytes) {
+      __pipeline_memcpy_async(target + i, source + i, kBytes);
+    }
+  }
+  // This lane's piece of the chain's staged value i.
+  __device__ char* Staged(int i) const {
+    return shared.values + (i * kThreads + int(threadIdx.x)) * Piece::kBytes;
+  }
+  __device__ void SumCell(const Piece& value, int c, float (&sums)[R][VEC]) const;
+  template <typename Values>
+  __device__ void SumStep(int first, const Values& value, float (&sums)[R][VEC]) const;
+  __device__ void SumAhead(int first, int then, bool more, float (&sums)[R][VEC]);
 
   const Params& p_;
   const AttentionShape& s_;
   const int head_, first_row_;
+  const int pieces_, cells_on_;         // of a key; keys that all threads copy at once
+  const int first_cell_, first_piece_;  // that this thread copies
+  const int record_;                    // bytes
   const int value_at_;  // bytes from a record to this lane's piece of its value
   const bool lane_holds_;
+  int values_on_;                // values that a warp stages at once
+  int staged_copies_;            // of a thread; 0 = it stages its own pieces alone
+  int staged_from_, staged_to_;  // bytes from the first value to this thread's piece
   Cells now_, next_;
-  int turn_ = 0;  // of shared.source
+  const char* stored_;      // logical cell 0 of the span that was entered
+  int low_row_, high_row_;  // where its sequence's rows go, between
+  int turn_ = 0;            // of shared.source
   float x_[kMatrixGroups][kHeld];
-  Packed<E, VEC> under_way_[kAhead] = {};
+  float weight_[kHeld];  // of the thread's cells
+  Piece under_way_[kAhead] = {};
 };
 
 template <typename E, int VEC, int R>
 __device__ void Tile<E, VEC, R>::LoadQueries(int seq) {
-  const int32_t* const where = p_.b.where + int64_t(seq) * s_.num_new;
   const float scale = QueryScale(s_.scale, s_.soft_cap);
+  const int group = s_.group();
+  const int64_t first = int64_t(seq) * s_.num_new * s_.num_heads * s_.head_dim;
   if (threadIdx.x < R) {
     const int row = first_row_ + int(threadIdx.x);
-    const int t = row / s_.group(), n = head_ * s_.group() + row % s_.group();
-    const bool there = row < s_.rows();
-    const int64_t token = int64_t(seq) * s_.num_new + t;
-    shared.query_at[threadIdx.x] =
-        there ? (token * s_.num_heads + n) * s_.head_dim : -1;
-    shared.place[threadIdx.x] = there ? where[t] : -1;
+    const int32_t* const where = p_.b.where + int64_t(seq) * s_.num_new;
+    shared.place[threadIdx.x] = row < p_.num_rows ? where[row / group] : -1;
   }
-  __syncthreads();  // where the queries are
   constexpr int kElements = Word<E>::kElements, kInPiece = kPiece / int(sizeof(E));
   for (int h = threadIdx.x; h < s_.head_dim; h += kThreads) {
     const int piece = h / kInPiece, t = h % kInPiece / kElements;
     const int in_load = piece % kMatrices * kElements + h % kElements;
     float* to =
         shared.q + piece / kMatrices * kHeld * kQuads + t * (kQuads / 4) + in_load;
+    float x[R] = {};
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const int64_t at = shared.query_at[r];
-      float x = 0.0f;
-      if (at >= 0) {
-        x = s_.query_type == Type::kF32
-                ? static_cast<const float*>(p_.b.q)[at + h]
-                : FromBf16(static_cast<const uint16_t*>(p_.b.q)[at + h]);
-      }
+      const int row = first_row_ + r, token = row / group;
+      const int n = head_ * group + row - token * group;
+      const int64_t at = first + int64_t(token * s_.num_heads + n) * s_.head_dim + h;
+      if (row >= p_.num_rows) continue;
+      x[r] = s_.query_type == Type::kF32
+                 ? static_cast<const float*>(p_.b.q)[at]
+                 : FromBf16(static_cast<const uint16_t*>(p_.b.q)[at]);
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
       const int slot = r % kRowsAtOnce ^ RowBits<kRowsAtOnce>(t);
-      to[r / kRowsAtOnce * kQuads + slot * kPer] = Mul(x, scale);
+      to[r / kRowsAtOnce * kQuads + slot * kPer] = Mul(x[r], scale);
     }
   }
 }
 
 template <typename E, int VEC, int R>
-__device__ void Tile<E, VEC, R>::Find(const Span& span, int block) {
+__device__ void Tile<E, VEC, R>::Enter(const Span& span) {
   const int32_t* const where = p_.b.where + int64_t(span.seq) * s_.num_new;
+  next_.stride = s_.num_kv_heads * record_;
+  // May lie before all memory; it is not read before the span's first cell.
+  stored_ = p_.base + span.offset + int64_t(head_) * record_ -
+            int64_t(span.first_cell) * next_.stride;
+  low_row_ = INT_MAX, high_row_ = -1;
+  for (int t = lane(); t < s_.num_new; t += 32) {
+    const int place = where[t];
+    if (place >= 0) low_row_ = min(low_row_, place);
+    high_row_ = max(high_row_, place);
+  }
+  for (int step = 1; step < 32 && step < s_.num_new; step *= 2) {
+    low_row_ = min(low_row_, __shfl_xor_sync(~0u, low_row_, step));
+    high_row_ = max(high_row_, __shfl_xor_sync(~0u, high_row_, step));
+  }
+}
+
+template <typename E, int VEC, int R>
+__device__ void Tile<E, VEC, R>::Find(const Span& span, int block) {
   const int c = threadIdx.x, first_cell = block * kBlock;
   const int left = EndCell(s_, span.length) - first_cell;
-  const int record = s_.record_size * int(sizeof(E));
   turn_ ^= 1;
   next_.source = shared.source + turn_ * kBlock;
-  next_.stride = s_.num_kv_heads * record;
   next_.first_cell = first_cell;
   next_.num_cells = min(max(left, 0), kBlock);
-  // May lie before the block's own first cell; it is not read there.
-  const char* const stored = p_.base + span.offset + int64_t(head_) * record +
-                             int64_t(first_cell - span.first_cell) * next_.stride;
-  bool has_rows = false;
-  for (int t = c; t < s_.num_new; t += kThreads) {
-    const int place = where[t];
-    has_rows |= place >= first_cell && place < first_cell + kBlock;
-  }
-  has_rows = __syncthreads_or(has_rows);
+  const char* const stored = stored_ + int64_t(first_cell) * next_.stride;
+  const bool has_rows = low_row_ < first_cell + kBlock && high_row_ >= first_cell;
+  __syncthreads();  // all have scored
   if (!has_rows && span.first_cell <= first_cell &&
       span.end_cell >= first_cell + kBlock) {
     next_.plain = stored;
     return;
   }
+  const int32_t* const where = p_.b.where + int64_t(span.seq) * s_.num_new;
   next_.plain = nullptr;
   shared.row_of[c] = -1;
   __syncthreads();  // none of the rows is found
@@ -427,7 +537,7 @@ __device__ void Tile<E, VEC, R>::Find(const Span& span, int block) {
   Kind kind = kNothing;
   if (c < next_.num_cells && shared.row_of[c] >= 0) {
     const int64_t row = int64_t(span.seq) * s_.num_new + shared.row_of[c];
-    source = static_cast<const char*>(p_.b.rows) + row * next_.stride + head_ * record;
+    source = static_cast<const char*>(p_.b.rows) + row * next_.stride + head_ * record_;
     kind = kRow;
   } else if (cell >= span.first_cell && cell < span.end_cell) {
     source = stored + c * next_.stride;
@@ -439,12 +549,9 @@ __device__ void Tile<E, VEC, R>::Find(const Span& span, int block) {
 }
 
 template <typename E, int VEC, int R>
-__device__ void Tile<E, VEC, R>::LoadKeys() {
-  if (next_.plain != nullptr) {
-    CopyKeys<true>();
-  } else {
-    CopyKeys<false>();
-  }
+__device__ void Tile<E, VEC, R>::LoadKeys(bool more) {
+  if (more && next_.plain != nullptr) CopyKeys<true>();
+  if (more && next_.plain == nullptr) CopyKeys<false>();
   __pipeline_commit();
 }
 
@@ -453,22 +560,16 @@ __device__ void Tile<E, VEC, R>::LoadKeys() {
 template <typename E, int VEC, int R>
 template <bool kPlain>
 __device__ void Tile<E, VEC, R>::CopyKeys() {
-  const int pieces = s_.head_dim * int(sizeof(E)) / kPiece,
-            row = StagedRow(s_, sizeof(E));
-  const int cells_on = kThreads / pieces, pieces_on = kThreads % pieces;
-  int c = threadIdx.x / pieces, piece = threadIdx.x % pieces;
+  const int row = StagedRow(s_, sizeof(E));
+  const int pieces_on = kThreads - cells_on_ * pieces_;
+  int c = first_cell_, piece = first_piece_;
   char* to = shared.keys + c * row + piece * kPiece;
   if (kPlain && pieces_on == 0) {  // as below, in fewer instructions
     const char* from = next_.template At<true>(c) + piece * kPiece;
-#pragma unroll 4
-    for (; c < kBlock; c += cells_on) {
-      __pipeline_memcpy_async(to, from, kPiece);
-      from += int64_t(cells_on) * next_.stride;
-      to += cells_on * row;
-    }
+    EvenCopies{from, to, cells_on_ * next_.stride, cells_on_ * row}.Start(pieces_);
     return;
   }
-#pragma unroll 4
+#pragma unroll 1
   while (c < kBlock) {
     const char* from = next_.template At<kPlain>(c);
     if (kPlain || from != nullptr) {
@@ -476,9 +577,9 @@ __device__ void Tile<E, VEC, R>::CopyKeys() {
     } else {
       *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
     }
-    const bool carry = piece + pieces_on >= pieces;
-    piece += pieces_on - (carry ? pieces : 0);
-    c += cells_on + carry;
+    const bool carry = piece + pieces_on >= pieces_;
+    piece += pieces_on - (carry ? pieces_ : 0);
+    c += cells_on_ + carry;
     to = shared.keys + c * row + piece * kPiece;
   }
 }
@@ -487,6 +588,31 @@ template <typename E, int VEC, int R>
 __device__ void Tile<E, VEC, R>::LoadValues() {
 #pragma unroll
   for (int first = 0; first < kAhead; first += kStep) LoadStep(now_, first, first);
+}
+
+// Starts copying the staged values of the block at hand, a warp its own chain's; what
+// was there is summed.
+template <typename E, int VEC, int R>
+__device__ void Tile<E, VEC, R>::StageValues() {
+  if (now_.plain != nullptr && staged_copies_ > 0) {
+    const char* from = now_.template At<true>(ChainCell(kAhead)) + staged_from_;
+    EvenCopies{from, shared.values + staged_to_, values_on_ * kChains * now_.stride,
+               values_on_ * kThreads * Piece::kBytes}
+        .Start(staged_copies_);
+  } else if (lane_holds_) {
+#pragma unroll 1
+    for (int i = 0; i < kStaged; ++i) {
+      const char* source = now_.plain != nullptr
+                               ? now_.template At<true>(ChainCell(kAhead + i))
+                               : now_.template At<false>(ChainCell(kAhead + i));
+      if (source != nullptr) {
+        CopyValue(source + value_at_, Staged(i));
+      } else {
+        *reinterpret_cast<Piece*>(Staged(i)) = Piece{};
+      }
+    }
+  }
+  __pipeline_commit();
 }
 
 // Loads values first .. first + kStep - 1 of a block's chain.
@@ -548,15 +674,14 @@ __device__ void Tile<E, VEC, R>::Multiply(
 
 template <typename E, int VEC, int R>
 __device__ void Tile<E, VEC, R>::Score() {
-  __pipeline_wait_prior(0);
+  __pipeline_wait_prior(1);  // values may be under way yet
   __syncthreads();  // all threads' pieces of the keys are there, and the queries
-  const int pieces = s_.head_dim * int(sizeof(E)) / kPiece;
 #pragma unroll
   for (int held = 0; held < kHeld; ++held) {
     float sums[kMatrixGroups][kRowsAtOnce][2] = {};
     int load = 0;
-    for (; load < pieces / kMatrices; ++load) Multiply<kMatrices>(load, held, sums);
-    switch (pieces % kMatrices) {
+    for (; load < pieces_ / kMatrices; ++load) Multiply<kMatrices>(load, held, sums);
+    switch (pieces_ % kMatrices) {
       case 1: Multiply<1>(load, held, sums); break;
       case 2: Multiply<2>(load, held, sums); break;
       case 3: Multiply<3>(load, held, sums);
@@ -577,14 +702,15 @@ template <typename E, int VEC, int R>
 __device__ void Tile<E, VEC, R>::Mask(int held, const float (&x)[kMatrixGroups]) {
   const int row = RowOf(held), place = shared.place[row];
   const int low = place < 0 ? INT_MAX : (s_.window > 0 ? place - s_.window : -1);
+  const bool sees_all = now_.plain != nullptr && now_.first_cell > low;
   float m = kEmpty;
 #pragma unroll
   for (int g = 0; g < kMatrixGroups; ++g) {
-    const int c = CellOf(g), cell = now_.first_cell + c;
-    bool seen = cell > low;
-    if (now_.plain == nullptr) {
-      const int kind = shared.kind[c];
-      seen &= kind == kStored || (kind == kRow && cell <= place);
+    bool seen = sees_all;
+    if (!sees_all) {
+      const int c = CellOf(g), cell = now_.first_cell + c;
+      const int kind = now_.plain != nullptr ? kStored : shared.kind[c];
+      seen = cell > low && (kind == kStored || (kind == kRow && cell <= place));
     }
     x_[g][held] = seen ? x[g] : kEmpty;
     m = Max(x_[g][held], m);
@@ -608,21 +734,29 @@ __device__ void Tile<E, VEC, R>::Weigh() {
     }
     // A cell of a warp is 8 g + lane / 4: the tree's first two levels are this
     // thread's.
-    float sum = Add(Add(weights[0], weights[2]), Add(weights[1], weights[3]));
+    weight_[held] = Add(Add(weights[0], weights[2]), Add(weights[1], weights[3]));
+    if (warp() == 0 && lane() < 4 && writes()) shared.m[r] = m;
+  }
+}
+
+// The rest of the tree.
+template <typename E, int VEC, int R>
+__device__ void Tile<E, VEC, R>::SumWeights() {
+#pragma unroll
+  for (int held = 0; held < kHeld; ++held) {
+    float sum = weight_[held];
     for (int step = 16; step >= 4; step /= 2) {
       sum = Add(sum, __shfl_xor_sync(~0u, sum, step));
     }
-    if (lane() < 4 && writes()) {
-      shared.warp_sum[warp() * R + r] = sum;
-      if (warp() == 0) shared.m[r] = m;
-    }
+    if (lane() < 4 && writes()) shared.warp_sum[warp() * R + RowOf(held)] = sum;
   }
 }
 
 template <typename E, int VEC, int R>
-__device__ void Tile<E, VEC, R>::SumCell(int slot, int c, float (&sums)[R][VEC]) const {
+__device__ void Tile<E, VEC, R>::SumCell(const Piece& value, int c,
+                                         float (&sums)[R][VEC]) const {
   float v[VEC], p[R];
-  under_way_[slot].Widen(v);
+  value.Widen(v);
   LoadFloats<R>(shared.p + c * R, p);
 #pragma unroll
   for (int r = 0; r < R; ++r) {
@@ -631,33 +765,56 @@ __device__ void Tile<E, VEC, R>::SumCell(int slot, int c, float (&sums)[R][VEC])
   }
 }
 
+// Cells first .. first + kStep - 1 of the chain, whose values are value(0) to
+// value(kStep - 1).
+template <typename E, int VEC, int R>
+template <typename Values>
+__device__ void Tile<E, VEC, R>::SumStep(int first, const Values& value,
+                                         float (&sums)[R][VEC]) const {
+  if (ChainCell(first + kStep - 1) < now_.num_cells) {
+#pragma unroll
+    for (int i = 0; i < kStep; ++i) SumCell(value(i), ChainCell(first + i), sums);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kStep; ++i) {
+    const int c = ChainCell(first + i);
+    if (c < now_.num_cells) SumCell(value(i), c, sums);
+  }
+}
+
+// The chain's part that is in registers, from cell `first` on; then what comes into
+// them next.
+template <typename E, int VEC, int R>
+__device__ void Tile<E, VEC, R>::SumAhead(int first, int then, bool more,
+                                          float (&sums)[R][VEC]) {
+#pragma unroll
+  for (int i = 0; i < kAhead; i += kStep) {
+    SumStep(first + i, [&](int j) { return under_way_[i + j]; }, sums);
+    if (then < kChain) {
+      LoadStep(now_, then + i, i);
+    } else if (more) {
+      LoadStep(next_, i, i);
+    }
+  }
+}
+
 template <typename E, int VEC, int R>
 __device__ void Tile<E, VEC, R>::Sum(bool more) {
   __syncthreads();  // all weights are there
-  if (threadIdx.x < R) {
-    const float* sums = shared.warp_sum + threadIdx.x;
-    shared.sum[threadIdx.x] = ChainSum(sums[0], sums[R], sums[2 * R], sums[3 * R]);
-  }
+  SumWeights();
   float sums[R][VEC] = {};
+  SumAhead(0, kAhead + kStaged, more, sums);
+  __pipeline_wait_prior(1);  // this thread's copies of staged values are there
+  __syncwarp();              // the other threads' copies, too
 #pragma unroll
-  for (int first = 0; first < kChain; first += kStep) {
-    const int slot = first % kAhead;
-    if (ChainCell(first + kStep - 1) < now_.num_cells) {
+  for (int i = 0; i < kStaged; i += kStep) {
+    const auto value = [&](int j) { return Piece::FromShared(Staged(i + j)); };
+    SumStep(kAhead + i, value, sums);
+  }
 #pragma unroll
-      for (int i = 0; i < kStep; ++i) SumCell(slot + i, ChainCell(first + i), sums);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kStep; ++i) {
-        const int c = ChainCell(first + i);
-        if (c < now_.num_cells) SumCell(slot + i, c, sums);
-      }
-    }
-    const int then = first + kAhead;
-    if (then < kChain) {
-      LoadStep(now_, then, slot);
-    } else if (more) {
-      LoadStep(next_, then - kChain, slot);
-    }
+  for (int first = kAhead + kStaged; first < kChain; first += kAhead) {
+    SumAhead(first, first + kAhead, more, sums);
   }
   if (lane_holds_) {
     float* to = shared.sums + warp() * R * s_.value_dim + lane() * VEC;

@@ -21,12 +21,12 @@ SEEDS = 60
 
 
 def waits() -> list[str]:
-    """FILE:LINE of each __syncthreads and of each wait for asynchronous copies."""
+    """FILE:LINE of each barrier and of each wait for asynchronous copies."""
     return [
         f"{file}:{number}"
         for file in KERNELS
         for number, line in enumerate((OPS / file).read_text().splitlines(), start=1)
-        if re.search(r"__syncthreads(_or|_and)?\(|__pipeline_wait_prior\(", line)
+        if re.search(r"__sync(threads|threads_and|warp)\(|__pipeline_wait_prior\(", line)
     ]
 
 

@@ -41,6 +41,8 @@ class Cta {
   // What fibers call.
   // A barrier of all threads that haven't ended: the sum of their x.
   int Sync(const char* file, int line, int x);
+  // A barrier of a warp's threads.
+  void SyncWarp(const char* file, int line);
   // Gives `word` and gets that of lane `from` of the same warp.
   uint64_t Exchange(uint64_t word, int from);
   void CopyLater(void* target, const void* source, size_t bytes);

@@ -61,10 +61,9 @@ T __ldg(const T* memory) {
 
 // Macros, so that a barrier knows where it stands and one of them can be left out.
 #define __syncthreads() (void)simt::Cta::current()->Sync(__FILE__, __LINE__, 0)
-#define __syncthreads_or(x) \
-  (simt::Cta::current()->Sync(__FILE__, __LINE__, (x) ? 1 : 0) > 0)
 #define __syncthreads_and(x) \
   (simt::Cta::current()->Sync(__FILE__, __LINE__, (x) ? 0 : 1) == 0)
+#define __syncwarp() simt::Cta::current()->SyncWarp(__FILE__, __LINE__)
 
 // Lane i gets the x of lane `from`; all 32 lanes take part.
 template <typename T>
