@@ -3,10 +3,10 @@
     python experiments/trace.py --geometry=llama-3.1-8b --cells=32768 \
         --json=trace.json --plot=trace.png
 
-Decodes a few steps over random cells in a loop that waits at its end only, with marks
-of time on both streams (Ring.trace), and says how they spent it. If delivery is as it
-should be, the transfer stream copies nearly all of the time and pauses only where a
-step begins. --json is for ui.perfetto.dev or chrome://tracing: a track for each stream
+Decodes a few steps over random cells in a loop that waits at its end only (--wait: for
+every token), with marks of time on both streams (Ring.trace), and says how they spent
+it. If delivery is as it should be, the transfer stream copies nearly all of the time
+and pauses only where a step begins. --json is for ui.perfetto.dev or chrome://tracing: a track for each stream
 and each slot; --plot draws one step. docs/delivery.md says how to read them. Marks cost
 some time of their own, so figures of speed are bench_decode's.
 """
@@ -62,6 +62,7 @@ SLOT_MIB = flags.DEFINE_float("slot_mib", None, "Of the ring. Default: RingConfi
 BUDGET_MIB = flags.DEFINE_float("budget_mib", RingConfig().budget / MIB, "Of the ring.")
 DTYPE = flags.DEFINE_enum("dtype", "bfloat16", CACHE_DTYPES, "Of the cache's cells.")
 STEPS = flags.DEFINE_integer("steps", 3, "Whole steps to trace.", lower_bound=1)
+WAIT = flags.DEFINE_bool("wait", False, "Wait for every token before the next step.")
 MARKS = flags.DEFINE_integer("marks", MAX_MARKS, "Kept at most; the trace ends there.")
 COMMIT = flags.DEFINE_string("commit", None, "Of this code, where git can't tell.")
 JSON = flags.DEFINE_string("json", None, "Writes the trace to this file.")
@@ -85,6 +86,7 @@ def main(argv: Sequence[str]) -> int:
             ),
             dtype=DTYPE.value,
             steps=STEPS.value,
+            wait=WAIT.value,
             max_marks=MARKS.value,
             commit=COMMIT.value,
             json_path=JSON.value,
@@ -107,6 +109,7 @@ def run(
     ring_config: RingConfig,
     dtype: str,
     steps: int,
+    wait: bool,
     max_marks: int,
     commit: str | None,
     json_path: str | None,
@@ -118,7 +121,7 @@ def run(
     config = ModelConfig.of(geometry)
     placement = place_cells(config, cells, batch, capacity, device_cells, dtype, steps)
     check_ring(placement, ring_config)
-    trace = trace_steps(config, placement, ring_config, cells, steps, max_marks)
+    trace = trace_steps(config, placement, ring_config, cells, steps, wait, max_marks)
     device, marks = next(iter(trace.marks.items()))
     whole = whole_steps(marks)
     title = f"{geometry}, {cells:,} cells x {batch}, depth {ring_config.depth}"
@@ -178,9 +181,11 @@ def trace_steps(
     ring_config: RingConfig,
     cells: int,
     steps: int,
+    wait: bool,
     max_marks: int,
 ) -> Trace:
     """Warms up, then traces: one step more, whose begin ends the last whole one."""
+    runs = [1] * (steps + 1) if wait else [steps + 1]  # each ends with a wait
     device = placement.mesh.devices.flat[0]
     weights = "float32" if device.platform == "cpu" else "bfloat16"
     model = random_model(config, dtype=weights, mesh=placement.mesh)
@@ -194,7 +199,9 @@ def trace_steps(
             raise ValueError(f"there is no ring: {set(ring.declines().values())}")
         jax.block_until_ready(warm.cache)
         with ring.trace(max_marks) as trace:
-            done = run_steps(step, warm.drawn[-1], warm.cache, steps + 1)
+            done = warm
+            for count in runs:
+                done = run_steps(step, done.drawn[-1], done.cache, count)
             jax.block_until_ready(done.cache)
     return trace
 
