@@ -69,6 +69,7 @@ DTYPE = flags.DEFINE_enum(
 WEIGHTS = flags.DEFINE_enum(
     "weights", None, WEIGHT_DTYPES, "Default: float32 on a CPU, else bfloat16."
 )
+COMMIT = flags.DEFINE_string("commit", None, "Of this code, where git can't tell.")
 JSON = flags.DEFINE_string("json", None, "Writes all rows to this file.")
 
 NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
@@ -484,6 +485,7 @@ def main(argv: Sequence[str]) -> int:
             dtypes=choose_dtypes(DTYPE.value, QUICK.value),
             weights=WEIGHTS.value,
             json_path=JSON.value,
+            commit=COMMIT.value,
         )
     except ControlDiffers as error:
         print(f"aborted: {error}")
@@ -508,6 +510,7 @@ def run(
     dtypes: Sequence[str],
     weights: str | None,
     json_path: str | None,
+    commit: str | None = None,
     disturb: Disturb = untouched,
 ) -> int:
     """Plays all arms and prints the table; returns the exit code."""
@@ -524,7 +527,7 @@ def run(
     check_prefixes([*prompts["short"], *prompts["long"]])
     found = {
         "experiment": "exactness",
-        **provenance(device, PACKAGES, sys.argv),
+        **provenance(device, PACKAGES, sys.argv, commit),
         "model": name,
         "weights": weights,
         "xla_flags": os.environ.get("XLA_FLAGS", "").strip(),

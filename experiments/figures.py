@@ -75,12 +75,15 @@ def draw_decode(found: Sequence[dict], path: str, peers: Sequence[dict] = ()) ->
     figure.savefig(path, dpi=150)
 
 
-def draw_timeline(marks: Sequence[Mark], window: Window, title: str, path: str) -> None:
+def draw_timeline(
+    marks: Sequence[Mark], window: Window, begin_s: float, title: str, path: str
+) -> None:
     """Draws both streams and all slots over the time of a window.
 
     Args:
       marks: Of one device.
       window: What to draw of them.
+      begin_s: When the step began that time is counted from.
       title: Of the picture.
       path: Of it; its suffix tells the format.
     """
@@ -90,12 +93,13 @@ def draw_timeline(marks: Sequence[Mark], window: Window, title: str, path: str) 
     for y, pieces in enumerate(rows.values()):
         for kinds, color in PIECES.values():
             bars = [
-                (MS * (max(begin, window.begin_s) - window.begin_s), MS * seconds)
+                (MS * (max(begin, window.begin_s) - begin_s), MS * seconds)
                 for what, begin, end in pieces
                 if what in kinds and (seconds := window.share(begin, end)) > 0
             ]
             axes.broken_barh(bars, (y - 0.4, 0.8), facecolors=color, edgecolor="none")
-    axes.set(xlabel="ms since the step began", xlim=(0, MS * window.seconds))
+    ends = MS * (window.begin_s - begin_s), MS * (window.end_s - begin_s)
+    axes.set(xlabel="ms since the step began", xlim=ends)
     axes.set_title(title)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()

@@ -75,8 +75,7 @@ def main(argv: Sequence[str]) -> int:
         found |= agreed_hashes(head_dim, dtype)
         print(f"head size {head_dim}, {dtype}: {len(found)} hashes", flush=True)
     if OUT.value is not None:
-        made = provenance(jax.devices()[0], PACKAGES, sys.argv)
-        made["commit"] = COMMIT.value or made["commit"]
+        made = provenance(jax.devices()[0], PACKAGES, sys.argv, COMMIT.value)
         golden = {"made": made, "sha256": found}
         Path(OUT.value).write_text(json.dumps(golden, indent=1) + "\n")
         return 0

@@ -7,7 +7,7 @@ Decodes a few steps over random cells in a loop that waits at its end only (--wa
 every token), with marks of time on both streams (Ring.trace), and says how they spent
 it. If delivery is as it should be, the transfer stream copies nearly all of the time
 and pauses only where a step begins. --json is for ui.perfetto.dev or chrome://tracing: a track for each stream
-and each slot; --plot draws one step. docs/delivery.md says how to read them. Marks cost
+and each slot; --plot draws one step (--plot_ms=4: so much around its begin). docs/delivery.md says how to read them. Marks cost
 some time of their own, so figures of speed are bench_decode's.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 from absl import app, flags, logging
 from caches import cache_of
 from paths import check_paths
-from trace_marks import events, summary, table, whole_steps
+from trace_marks import MS, events, summary, table, whole_steps
 
 from kvjax.config import CACHE_DTYPES, MIB, RingConfig, check_range
 from kvjax.delivery.placement import Placement, make_mesh
@@ -41,6 +41,7 @@ from kvjax.measurement import (
 from kvjax.model.transformer import GEOMETRIES, ModelConfig, random_model
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy")
+LONGEST_MS = 1e6
 
 GEOMETRY = flags.DEFINE_enum(
     "geometry", "tiny", list(GEOMETRIES), "Random weights of this geometry."
@@ -66,7 +67,13 @@ WAIT = flags.DEFINE_bool("wait", False, "Wait for every token before the next st
 MARKS = flags.DEFINE_integer("marks", MAX_MARKS, "Kept at most; the trace ends there.")
 COMMIT = flags.DEFINE_string("commit", None, "Of this code, where git can't tell.")
 JSON = flags.DEFINE_string("json", None, "Writes the trace to this file.")
+SUMMARY = flags.DEFINE_string(
+    "summary", None, "Writes ms a step of each kind to this file, as a result."
+)
 PLOT = flags.DEFINE_string("plot", None, "Draws a step in this file.")
+PLOT_MS = flags.DEFINE_float(
+    "plot_ms", None, "Draws so many ms around the step's begin instead of all of it."
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -90,7 +97,9 @@ def main(argv: Sequence[str]) -> int:
             max_marks=MARKS.value,
             commit=COMMIT.value,
             json_path=JSON.value,
+            summary_path=SUMMARY.value,
             plot_path=PLOT.value,
+            plot_ms=PLOT_MS.value,
         )
     except ValueError as error:
         logging.debug("traceback", exc_info=True)
@@ -113,9 +122,16 @@ def run(
     max_marks: int,
     commit: str | None,
     json_path: str | None,
+    summary_path: str | None,
     plot_path: str | None,
+    plot_ms: float | None,
 ) -> None:
-    check_paths(json_path, plot_path)
+    check_paths(json_path, plot_path, summary_path)
+    if plot_ms is not None and not (plot_path and 0 < plot_ms <= LONGEST_MS):
+        raise ValueError(
+            f"--plot_ms must be above 0 and at most {LONGEST_MS}, and go with --plot; "
+            f"got {plot_ms:g} and {plot_path}"
+        )
     check_range("--marks", max_marks, 1, MOST_MARKS)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     config = ModelConfig.of(geometry)
@@ -127,18 +143,26 @@ def run(
     title = f"{geometry}, {cells:,} cells x {batch}, depth {ring_config.depth}"
     print(f"{title}, on {device.device_kind}")
     print("\n".join(table(marks)))
+    found = {
+        "experiment": "trace",
+        **provenance(device, PACKAGES, sys.argv, commit),
+        "model": geometry,
+        "dtype": dtype,
+        "missed": trace.missed[device],
+        **summary(marks),
+    }
     if json_path is not None:
-        found = {
-            "experiment": "trace",
-            **provenance(device, PACKAGES, sys.argv, commit),
-            "missed": trace.missed[device],
-            **summary(marks),
-        }
         write_trace(json_path, device, marks, found)
+    if summary_path is not None:
+        rows = [{"kind": kind, "ms": ms} for kind, ms in found.pop("ms").items()]
+        found["rows"] = [row for row in rows if row["ms"] > 0]
+        Path(summary_path).write_text(json.dumps(found, indent=1) + "\n")
     if plot_path is not None:
         from figures import draw_timeline
 
-        draw_timeline(marks, whole[len(whole) // 2], title, plot_path)
+        step = whole[len(whole) // 2]
+        window = step if plot_ms is None else step.around(plot_ms / MS)
+        draw_timeline(marks, window, step.begin_s, title, plot_path)
 
 
 def place_cells(

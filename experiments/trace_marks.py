@@ -44,6 +44,10 @@ class Window(NamedTuple):
     def seconds(self) -> float:
         return self.end_s - self.begin_s
 
+    def around(self, seconds: float) -> "Window":
+        """So much time, a quarter of it before this one begins."""
+        return Window(self.begin_s - seconds / 4, self.begin_s + 3 * seconds / 4)
+
     def holds(self, mark: Mark) -> bool:
         return self.begin_s <= mark.begin_s < self.end_s
 

@@ -295,6 +295,10 @@ def test_pauses_are_told_by_length_with_what_filled_them():
     ]
 
 
+def test_a_part_of_a_step_is_drawn_around_its_begin():
+    assert Window(3.0, 9.0).around(4.0) == Window(2.0, 6.0)
+
+
 def test_a_summary_is_of_whole_steps():
     """Two steps of 10 s; copies of 3 s and 5 s in them, one more behind them."""
     marks = [Mark("xla", 0, None, None, None, 0, 0, 1)]
@@ -367,20 +371,27 @@ REFUSED = {
     "marks": (["--marks=0"], "--marks must be between 1"),
     "few": (["--cells=200", "--slot_mib=0.25", "--marks=9"], "raise --marks"),
     "json": (["--json=/none/out.json"], "--json must be a file in a folder"),
+    "summary": (["--summary=/none/out.json"], "--summary must be a file in a folder"),
+    "plot_ms": (["--plot_ms=2"], "go with --plot; got 2 and None"),
 }
 
 
 def test_the_script_writes_trace_and_picture_and_refuses_the_rest(tmp_path):
     pytest.importorskip("matplotlib")
-    paths = [tmp_path / "trace.json", tmp_path / "step.png"]
+    names = "trace.json", "step.png", "summary.json", "begin.png"
+    paths = [tmp_path / name for name in names]
     good = [
         *("--geometry=tiny", "--cells=300", "--batch=2", "--capacity=512"),
         *("--device_cells=128", "--depth=2", "--slot_mib=0.25", "--budget_mib=1"),
         *("--steps=2", f"--json={paths[0]}", f"--plot={paths[1]}", "--commit=abc"),
     ]
     ordered = ["--cells=200", "--depth=0", "--steps=1"]
+    apart = ["--cells=200", "--slot_mib=0.25", "--steps=1", "--wait"]
+    apart += [f"--summary={paths[2]}", f"--plot={paths[3]}", "--plot_ms=0.5"]
     cases = [args for args, _ in REFUSED.values()]
-    (code, shown, errors), plain, *refused = run_all("trace.py", good, ordered, *cases)
+    (code, shown, errors), plain, waited, *refused = run_all(
+        "trace.py", good, ordered, apart, *cases
+    )
     assert code == 0, errors
     assert "whole steps: 2, of" in shown and "GB/s while copying" in shown
     written = json.loads(paths[0].read_text())
@@ -390,6 +401,10 @@ def test_the_script_writes_trace_and_picture_and_refuses_the_rest(tmp_path):
     assert paths[1].stat().st_size > 1000
     assert plain[0] == 0, plain[2]
     assert "ordered_copy" in plain[1] and "transfer" not in plain[1]
+    assert waited[0] == 0, waited[2]
+    kinds = [row["kind"] for row in json.loads(paths[2].read_text())["rows"]]
+    assert {"copy", "begin", "launch"} <= set(kinds)
+    assert paths[3].stat().st_size > 1000
     for (code, _, said), (_, wanted) in zip(refused, REFUSED.values(), strict=True):
         assert code == 2
         assert wanted in said.splitlines()[-1]
