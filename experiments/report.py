@@ -263,7 +263,11 @@ def decode(one: dict, found: list[dict], path: Path, page: Path) -> Iterator[str
         if row["arm"] == "pipelined":
             name = f"{row['cells']:,} cells x {row['batch']}, {row['label']}"
             void = ["**void**: faster than the raw copies, which something disturbed"]
-            said = [row["verdict"], *of_each_device(row), *(void if is_void(row) else ())]
+            said = [
+                row["verdict"],
+                *of_each_device(row),
+                *(void if is_void(row) else ()),
+            ]
             yield f"- {name}: {'; '.join(said)}"
     for error in one.get("errors", ()):
         yield f"- **no result**: {error}"

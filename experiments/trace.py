@@ -6,9 +6,10 @@
 Decodes a few steps over random cells in a loop that waits at its end only (--wait: for
 every token), with marks of time on both streams (Ring.trace), and says how they spent
 it. If delivery is as it should be, the transfer stream copies nearly all of the time
-and pauses only where a step begins. --json is for ui.perfetto.dev or chrome://tracing: a track for each stream
-and each slot; --plot draws one step (--plot_ms=4: so much around its begin). docs/delivery.md says how to read them. Marks cost
-some time of their own, so figures of speed are bench_decode's.
+and pauses only where a step begins. --json is for ui.perfetto.dev or chrome://tracing:
+a track for each stream and each slot; --plot draws one step (--plot_ms=4: so much
+around its begin), --summary writes a result. docs/delivery.md says how to read them.
+Marks cost some time of their own, so figures of speed are bench_decode's.
 """
 
 import json

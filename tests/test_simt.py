@@ -26,7 +26,9 @@ def waits() -> list[str]:
         f"{file}:{number}"
         for file in KERNELS
         for number, line in enumerate((OPS / file).read_text().splitlines(), start=1)
-        if re.search(r"__sync(threads|threads_and|warp)\(|__pipeline_wait_prior\(", line)
+        if re.search(
+            r"__sync(threads|threads_and|warp)\(|__pipeline_wait_prior\(", line
+        )
     ]
 
 
