@@ -77,7 +77,7 @@ class Links(NamedTuple):
     together: dict[int, list[float]]
 
     def best(self, others: "Links") -> "Links":
-        """The higher rate of each device: what disturbs a machine makes copies slower."""
+        """The higher rate of each device: a disturbed machine copies slower."""
         together = {
             size: [*map(max, rates, others.together[size])]
             for size, rates in self.together.items()

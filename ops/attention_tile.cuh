@@ -501,7 +501,7 @@ __device__ void Tile<E, VEC, R>::Enter(const Span& span) {
     if (place >= 0) low_row_ = min(low_row_, place);
     high_row_ = max(high_row_, place);
   }
-  for (int step = 1; step < 32 && step < s_.num_new; step *= 2) {
+  for (int step = 1; step < 32; step *= 2) {  // all lanes must agree
     low_row_ = min(low_row_, __shfl_xor_sync(~0u, low_row_, step));
     high_row_ = max(high_row_, __shfl_xor_sync(~0u, high_row_, step));
   }

@@ -124,9 +124,11 @@ class Case {
       const int real = Draw(random_, 0, s_.num_new);
       planned_.push_back(length);
       lengths_.push_back(length + (stale && b == 0 ? 1 : 0));
+      // Now and then rows replace stored cells.
+      const int start = Draw(random_, 0, 3) > 0 ? length : Draw(random_, 0, length);
       for (int t = 0; t < s_.num_new; ++t) {
-        const bool dropped = t >= real || length + t >= s_.capacity;
-        where_.push_back(dropped ? -1 : length + t);
+        const bool dropped = t >= real || start + t >= s_.capacity;
+        where_.push_back(dropped ? -1 : start + t);
       }
       // Beyond what the launches hold.
       if (Draw(random_, 0, 9) == 0) where_.back() = length + s_.num_new;
