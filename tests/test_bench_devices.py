@@ -426,8 +426,10 @@ def test_goals_of_several_devices_are_there_once_one_is_measured():
         what for what in met(result_of("bench_decode", row_of())) if "GPUs" in what
     ]
     got = met(result_of("bench_decode", row_of_many()))
-    assert got["share of the bound on 2 GPUs, 32,768 cells"] == "yes"
-    assert got["share of the bound on 8 GPUs, 32,768 cells"] == "not measured"
+    what = "share of the bound on {} GPUs, {}, 32,768 cells"
+    assert got[what.format(2, "in one process")] == "yes"
+    assert got[what.format(2, "a process each")] == "not measured"
+    assert got[what.format(8, "in one process")] == "not measured"
     # They are no measurement of one GPU.
     assert got["share of the bound, 32,768 cells"] == "not measured"
 
@@ -439,19 +441,20 @@ def test_goals_of_several_devices_are_there_once_one_is_measured():
             "bench_decode",
             row_of_many(2),
             row_of_many(2, share=0.94),
-            "share of the bound on 2 GPUs, 32,768 cells",
+            "share of the bound on 2 GPUs, in one process, 32,768 cells",
         ),
         (
             "bench_decode",
-            row_of_many(8, share=0.90),
-            row_of_many(8, share=0.89),
-            "share of the bound on 8 GPUs, 32,768 cells",
+            row_of_many(8, share=0.90, processes=8),
+            row_of_many(8, share=0.89, processes=8),
+            "share of the bound on 8 GPUs, a process each, 32,768 cells",
         ),
         (
             "bench_decode",
             row_of_many(4),
             row_of_many(4, scaling=0.94),
-            "gain of 4 GPUs over one / that of the raw rates, 32,768 cells",
+            "gain over one GPU / that of the raw rates, 4 GPUs, in one process, "
+            "32,768 cells",
         ),
         (
             "bench_decode",
@@ -476,6 +479,19 @@ def test_goals_of_several_devices_are_there_once_one_is_measured():
 def test_a_goal_of_several_devices_is_met_or_missed(experiment, good, bad, what):
     assert met(result_of(experiment, good))[what] == "yes"
     assert met(result_of(experiment, good, bad))[what] == "no"
+
+
+def test_processes_are_held_against_the_runs_that_had_one_gpu():
+    what = (
+        "gain over one GPU / that of the raw rates, 2 GPUs, a process each, "
+        "32,768 cells"
+    )
+    raw = {"raw_bytes_s": [54e9, 54e9], "raw_alone_bytes_s": 55e9}
+    apart = row_of_many(2, processes=2, scaling=None, ms=41.0, **raw)
+    assert met(result_of("bench_decode", apart))[what] == "not measured"
+    for ms, wanted in (80.0, "yes"), (70.0, "no"):  # 2 x 0.98 of one GPU's 1.95, 1.71
+        one = result_of("bench_decode", row_of(ms=ms))
+        assert met(result_of("bench_decode", apart), one)[what] == wanted
 
 
 def test_a_run_that_was_held_against_no_other_says_nothing_of_layouts():
