@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from absl import app, flags, logging
 from caches import cache_of
+from commit import COMMIT
 from jax.sharding import Mesh
 
 from kvjax.advice import GB, Advice, Costs, Forecast, advise, forecast
@@ -61,7 +62,6 @@ LINK = flags.DEFINE_float("link_gbs", None, "Given: GB/s from host to device.")
 ATTEND = flags.DEFINE_float("attend_gbs", None, "Given: GB/s of cells attended.")
 STEP = flags.DEFINE_float("step_ms", None, "Given: ms of a step over no cells.")
 CHECK = flags.DEFINE_bool("check", False, "Run the advised placement.")
-COMMIT = flags.DEFINE_string("commit", None, "Of this code, where git can't tell.")
 JSON = flags.DEFINE_string("json", None, "Writes the advice to this file.")
 
 

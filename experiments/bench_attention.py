@@ -27,6 +27,7 @@ from pathlib import Path
 
 from absl import app, flags, logging
 from attention_arms import ARMS, BitsDiffer, line, make_rows, place, time_arms
+from commit import COMMIT
 from paths import check_paths
 from tqdm import tqdm
 
@@ -45,7 +46,6 @@ PASSES = flags.DEFINE_integer("passes", 8, "In a timed run.", lower_bound=1)
 REPEATS = flags.DEFINE_integer(
     "repeats", 2, "A/B/B/A rounds: each arm runs twice in one.", lower_bound=1
 )
-COMMIT = flags.DEFINE_string("commit", None, "Of this code, where git can't tell.")
 JSON = flags.DEFINE_string("json", None, "Writes the rows to this file.")
 
 

@@ -42,6 +42,7 @@ import numpy as np
 import processes
 from absl import app, flags, logging
 from attention_arms import attend_once
+from commit import COMMIT
 from decode_cases import (
     ARMS,
     Effort,
@@ -175,7 +176,6 @@ LOGITS = flags.DEFINE_integer(
     "Compares the logits of so many last steps to the bit, and turns off autotuning.",
     lower_bound=0,
 )
-COMMIT = flags.DEFINE_string("commit", None, "Of this code, where git can't tell.")
 JSON = flags.DEFINE_string("json", None, "Writes the rows to this file.")
 PLOT = flags.DEFINE_string("plot", None, "Draws ms a token over cells in this file.")
 

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags
+from commit import COMMIT
 
 DEVICES = flags.DEFINE_integer(
     "devices", None, "GPUs of this machine to use; emulated on a CPU.", lower_bound=2
@@ -34,7 +35,6 @@ LARGE = flags.DEFINE_string("large", "llama-3.1-70b", "Geometry of large.")
 CELLS = flags.DEFINE_integer("cells", 32768, "Of all but batch8, soak.", lower_bound=1)
 STEPS = flags.DEFINE_integer("steps", 2000, "Of the soak.", lower_bound=1)
 RESULTS = flags.DEFINE_string("results", "docs/results", "Folder of the JSON files.")
-COMMIT = flags.DEFINE_string("commit", None, "Of this code, where git can't tell.")
 LIMIT_S = flags.DEFINE_integer("limit_s", 1200, "For each script.", lower_bound=1)
 
 HERE = os.path.relpath(Path(__file__).parent)  # results name no machine's folders

@@ -34,6 +34,7 @@ import jax
 import numpy as np
 from absl import app, flags, logging
 from caches import cache_of
+from commit import COMMIT
 from jax.sharding import Mesh
 
 from kvjax.cache.state import Cache
@@ -69,7 +70,6 @@ DTYPE = flags.DEFINE_enum(
 WEIGHTS = flags.DEFINE_enum(
     "weights", None, WEIGHT_DTYPES, "Default: float32 on a CPU, else bfloat16."
 )
-COMMIT = flags.DEFINE_string("commit", None, "Of this code, where git can't tell.")
 JSON = flags.DEFINE_string("json", None, "Writes all rows to this file.")
 
 NO_AUTOTUNING = "--xla_gpu_autotune_level=0"

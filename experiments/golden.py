@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
+from commit import COMMIT
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -38,7 +39,6 @@ from kvjax.model.attention import Step
 
 OUT = flags.DEFINE_string("out", None, "Writes the hashes of this device to this file.")
 CHECK = flags.DEFINE_string("check", None, "Compares them with those of this file.")
-COMMIT = flags.DEFINE_string("commit", None, "Of this tree; default: asks git.")
 
 PACKAGES = ("jax", "jaxlib", "numpy")
 HEAD_DIMS = (64, 80, 96, 128, 256)

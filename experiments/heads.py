@@ -21,6 +21,7 @@ import numpy as np
 import processes
 from absl import app, flags, logging
 from caches import cache_of
+from commit import COMMIT
 from decode_cases import mesh_sizes
 from decode_meshes import open_meshes
 from jax.sharding import Mesh
@@ -47,7 +48,6 @@ MESH = flags.DEFINE_list(
     "Numbers of devices; the first is the control. Emulated on CPUs.",
 )
 DTYPE = flags.DEFINE_enum("dtype", "bfloat16", CACHE_DTYPES, "Of the cache's cells.")
-COMMIT = flags.DEFINE_string("commit", None, "Of this code, where git can't tell.")
 JSON = flags.DEFINE_string("json", None, "Writes the rows to this file.")
 
 STEPS = 3

@@ -28,6 +28,7 @@ import numpy as np
 import processes
 from absl import app, flags, logging
 from caches import cache_of
+from commit import COMMIT
 from decode_cases import mesh_sizes
 from decode_meshes import gathered, open_meshes
 from jax.sharding import Mesh
@@ -60,7 +61,6 @@ PATIENCE_S = flags.DEFINE_float(
     "Without a token for so long, it counts as hung.",
     lower_bound=0.1,
 )
-COMMIT = flags.DEFINE_string("commit", None, "Of this code, where git can't tell.")
 JSON = flags.DEFINE_string("json", None, "Writes what was found to this file.")
 
 

@@ -7,9 +7,10 @@ Decodes a few steps over random cells in a loop that waits at its end only (--wa
 every token), with marks of time on both streams (Ring.trace), and says how they spent
 it. If delivery is as it should be, the transfer stream copies nearly all of the time
 and pauses only where a step begins. --json is for ui.perfetto.dev or chrome://tracing:
-a track for each stream and each slot; --plot draws one step (--plot_ms=4: so much
-around its begin), --summary writes a result. docs/delivery.md says how to read them.
-Marks cost some time of their own, so figures of speed are bench_decode's.
+a track for each stream and each slot; --plot draws one step of the first device
+(--plot_ms=4: so much around its begin), --summary writes a result. docs/delivery.md
+says how to read them. Marks cost some time of their own, so figures of speed are
+bench_decode's.
 """
 
 import json
@@ -23,6 +24,9 @@ import jax
 import numpy as np
 from absl import app, flags, logging
 from caches import cache_of
+from commit import COMMIT
+from decode_meshes import emulate
+from jax.sharding import Mesh
 from paths import check_paths
 from trace_marks import MS, events, summary, table, whole_steps
 
@@ -30,7 +34,7 @@ from kvjax.config import CACHE_DTYPES, MIB, RingConfig, check_range
 from kvjax.delivery.placement import Placement, make_mesh
 from kvjax.delivery.plan import Decline, plan_ring
 from kvjax.delivery.ring import Ring
-from kvjax.delivery.timeline import MAX_MARKS, MOST_MARKS, Mark, Trace
+from kvjax.delivery.timeline import MAX_MARKS, MOST_MARKS, Trace
 from kvjax.generate import Decoder
 from kvjax.measurement import (
     WARMUP,
@@ -57,6 +61,9 @@ CAPACITY = flags.DEFINE_integer(
 DEVICE_CELLS = flags.DEFINE_integer(
     "device_cells", 0, "Cells that stay on the device, a multiple of 128."
 )
+MESH = flags.DEFINE_integer(
+    "mesh", 1, "Devices that split the heads; emulated on a CPU.", lower_bound=1
+)
 DEPTH = flags.DEFINE_integer(
     "depth", RingConfig().depth, "Of the ring; 0 traces the ordered path."
 )
@@ -66,7 +73,6 @@ DTYPE = flags.DEFINE_enum("dtype", "bfloat16", CACHE_DTYPES, "Of the cache's cel
 STEPS = flags.DEFINE_integer("steps", 3, "Whole steps to trace.", lower_bound=1)
 WAIT = flags.DEFINE_bool("wait", False, "Wait for every token before the next step.")
 MARKS = flags.DEFINE_integer("marks", MAX_MARKS, "Kept at most; the trace ends there.")
-COMMIT = flags.DEFINE_string("commit", None, "Of this code, where git can't tell.")
 JSON = flags.DEFINE_string("json", None, "Writes the trace to this file.")
 SUMMARY = flags.DEFINE_string(
     "summary", None, "Writes ms a step of each kind to this file, as a result."
@@ -87,6 +93,7 @@ def main(argv: Sequence[str]) -> int:
             batch=BATCH.value,
             capacity=CAPACITY.value,
             device_cells=DEVICE_CELLS.value,
+            devices=MESH.value,
             ring_config=RingConfig(
                 depth=DEPTH.value,
                 slot_bytes=SLOT_MIB.value and round(SLOT_MIB.value * MIB),
@@ -116,6 +123,7 @@ def run(
     batch: int,
     capacity: int | None,
     device_cells: int,
+    devices: int,
     ring_config: RingConfig,
     dtype: str,
     steps: int,
@@ -135,35 +143,46 @@ def run(
         )
     check_range("--marks", max_marks, 1, MOST_MARKS)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    emulate(devices)
+    mesh = make_mesh({"tp": devices})
     config = ModelConfig.of(geometry)
-    placement = place_cells(config, cells, batch, capacity, device_cells, dtype, steps)
+    placement = place_cells(
+        config, cells, batch, capacity, device_cells, mesh, dtype, steps
+    )
     check_ring(placement, ring_config)
     trace = trace_steps(config, placement, ring_config, cells, steps, wait, max_marks)
-    device, marks = next(iter(trace.marks.items()))
-    whole = whole_steps(marks)
     title = f"{geometry}, {cells:,} cells x {batch}, depth {ring_config.depth}"
-    print(f"{title}, on {device.device_kind}")
-    print("\n".join(table(marks)))
+    print(f"{title}, on {mesh.devices.flat[0].device_kind}")
+    for device, marks in trace.marks.items():
+        print(*([] if devices == 1 else [f"{device}:"]), *table(marks), sep="\n")
     found = {
         "experiment": "trace",
-        **provenance(device, PACKAGES, sys.argv, commit),
+        **provenance(mesh.devices.flat[0], PACKAGES, sys.argv, commit),
         "model": geometry,
         "dtype": dtype,
-        "missed": trace.missed[device],
-        **summary(marks),
+        "rows": [row for device in trace.marks for row in rows_of(trace, device)],
     }
     if json_path is not None:
-        write_trace(json_path, device, marks, found)
+        write_trace(json_path, trace, found)
     if summary_path is not None:
-        rows = [{"kind": kind, "ms": ms} for kind, ms in found.pop("ms").items()]
-        found["rows"] = [row for row in rows if row["ms"] > 0]
         Path(summary_path).write_text(json.dumps(found, indent=1) + "\n")
     if plot_path is not None:
         from figures import draw_timeline
 
+        marks = trace.marks[mesh.devices.flat[0]]
+        whole = whole_steps(marks)
         step = whole[len(whole) // 2]
         window = step if plot_ms is None else step.around(plot_ms / MS)
         draw_timeline(marks, window, step.begin_s, title, plot_path)
+
+
+def rows_of(trace: Trace, device: jax.Device) -> list[dict]:
+    """Of one device: what its steps were, then ms a step of each kind of work."""
+    found = summary(trace.marks[device])
+    ms = found.pop("ms")
+    about = {"device": device.id, "missed": trace.missed[device], **found}
+    kinds = [(kind, value) for kind, value in ms.items() if value > 0]
+    return [about, *({"device": device.id, "kind": k, "ms": v} for k, v in kinds)]
 
 
 def place_cells(
@@ -172,6 +191,7 @@ def place_cells(
     batch: int,
     capacity: int | None,
     device_cells: int,
+    mesh: Mesh,
     dtype: str,
     steps: int,
 ) -> Placement:
@@ -190,7 +210,7 @@ def place_cells(
         dtype=dtype,
         device_cells=device_cells,
     )
-    return Placement(config=cache, num_heads=config.num_heads, mesh=make_mesh())
+    return Placement(config=cache, num_heads=config.num_heads, mesh=mesh)
 
 
 def check_ring(placement: Placement, config: RingConfig) -> None:
@@ -231,16 +251,18 @@ def trace_steps(
     return trace
 
 
-def write_trace(
-    path: str, device: jax.Device, marks: Sequence[Mark], found: dict
-) -> None:
+def write_trace(path: str, trace: Trace, found: dict) -> None:
     """Writes events for a viewer, and beside them what was found."""
-    trace = {
-        "traceEvents": events(marks, device.id, str(device)),
+    written = {
+        "traceEvents": [
+            event
+            for device, marks in trace.marks.items()
+            for event in events(marks, device.id, str(device))
+        ],
         "displayTimeUnit": "ms",
         "otherData": found,
     }
-    Path(path).write_text(json.dumps(trace) + "\n")
+    Path(path).write_text(json.dumps(written) + "\n")
 
 
 if __name__ == "__main__":

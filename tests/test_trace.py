@@ -370,6 +370,7 @@ REFUSED = {
     "budget": (["--slot_mib=1", "--budget_mib=1"], "budget_bytes allows 1048576"),
     "marks": (["--marks=0"], "--marks must be between 1"),
     "few": (["--cells=200", "--slot_mib=0.25", "--marks=9"], "raise --marks"),
+    "mesh": (["--mesh=3"], "needs 3 devices, got 2"),
     "json": (["--json=/none/out.json"], "--json must be a file in a folder"),
     "summary": (["--summary=/none/out.json"], "--summary must be a file in a folder"),
     "plot_ms": (["--plot_ms=2"], "go with --plot; got 2 and None"),
@@ -388,22 +389,30 @@ def test_the_script_writes_trace_and_picture_and_refuses_the_rest(tmp_path):
     ordered = ["--cells=200", "--depth=0", "--steps=1"]
     apart = ["--cells=200", "--slot_mib=0.25", "--steps=1", "--wait"]
     apart += [f"--summary={paths[2]}", f"--plot={paths[3]}", "--plot_ms=0.5"]
+    apart.append("--mesh=2")
     cases = [args for args, _ in REFUSED.values()]
-    (code, shown, errors), plain, waited, *refused = run_all(
-        "trace.py", good, ordered, apart, *cases
+    waited, (code, shown, errors), plain, *refused = run_all(
+        "trace.py",
+        apart,
+        good,
+        ordered,
+        *cases,  # first the one that needs two devices
     )
     assert code == 0, errors
     assert "whole steps: 2, of" in shown and "GB/s while copying" in shown
     written = json.loads(paths[0].read_text())
     check_events(written["traceEvents"])
     about = written["otherData"]
-    assert (about["steps"], about["missed"], about["commit"]) == (2, 0, "abc")
+    assert about["commit"] == "abc"
+    assert (about["rows"][0]["steps"], about["rows"][0]["missed"]) == (2, 0)
     assert paths[1].stat().st_size > 1000
     assert plain[0] == 0, plain[2]
     assert "ordered_copy" in plain[1] and "transfer" not in plain[1]
     assert waited[0] == 0, waited[2]
-    kinds = [row["kind"] for row in json.loads(paths[2].read_text())["rows"]]
-    assert {"copy", "begin", "launch"} <= set(kinds)
+    rows = json.loads(paths[2].read_text())["rows"]
+    for device in (0, 1):
+        kinds = {row.get("kind") for row in rows if row["device"] == device}
+        assert {"copy", "begin", "launch"} <= kinds
     assert paths[3].stat().st_size > 1000
     for (code, _, said), (_, wanted) in zip(refused, REFUSED.values(), strict=True):
         assert code == 2
