@@ -49,7 +49,7 @@ class CacheConfig:
 
     def __post_init__(self):
         check_range("num_layers", self.num_layers, 1, 4096)
-        check_range("batch_size", self.batch_size, 1, 65536)
+        check_range("batch_size", self.batch_size, 1, 65535)  # CUDA's grid.z
         check_range("capacity", self.capacity, 1, 1 << 30)
         check_range("num_kv_heads", self.num_kv_heads, 1, 4096)
         for name in ("head_dim", "value_dim"):

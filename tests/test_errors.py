@@ -59,7 +59,8 @@ def unbuilt(monkeypatch):
     ("changes", "message"),
     [
         (dict(num_layers=0), "num_layers must be between 1 and 4096, got 0"),
-        (dict(batch_size=0), "batch_size must be between 1 and 65536, got 0"),
+        (dict(batch_size=0), "batch_size must be between 1 and 65535, got 0"),
+        (dict(batch_size=65536), "batch_size must be between 1 and 65535, got 65536"),
         (dict(capacity=0), "capacity must be between 1 and 1073741824, got 0"),
         (dict(capacity=True), "capacity must be a whole number, got True"),
         (dict(capacity=128.0), "capacity must be a whole number, got 128.0"),

@@ -83,14 +83,18 @@ bool Cta::ReleaseWarp(int first) {
 }
 
 bool Cta::ReleaseAll() {
-  int waiting = 0, sum = 0;
+  const Fiber* first = nullptr;
+  int sum = 0;
   for (const Fiber& fiber : fibers_) {
     if (fiber.state == kAtExchange) return false;
     if (fiber.state != kAtBarrier) continue;
-    waiting += 1;
+    if (first == nullptr) first = &fiber;
+    if (fiber.file != first->file || fiber.line != first->line) {
+      Fail("threads that meet at two barriers");
+    }
     sum += fiber.x;
   }
-  if (waiting == 0) return false;
+  if (first == nullptr) return false;
   sum_ = sum;
   for (Fiber& fiber : fibers_) {
     if (fiber.state == kAtBarrier) fiber.state = kReady;
@@ -138,7 +142,8 @@ bool Cta::IsLeftOut(const char* file, int line) const {
 
 int Cta::Sync(const char* file, int line, int x) {
   if (IsLeftOut(file, line)) return x;
-  fibers_[running_].x = x;
+  Fiber& fiber = fibers_[running_];
+  fiber.x = x, fiber.file = file, fiber.line = line;
   Leave(kAtBarrier);
   return sum_;
 }

@@ -59,6 +59,8 @@ class Cta {
   struct Fiber {
     State state;
     int x;             // at a barrier
+    const char* file;  // of that
+    int line;
     uint64_t word[2];  // its words of this exchange and the one before
     int exchanges;
     std::vector<std::vector<Pending>> groups;  // of copies; the last is open
