@@ -6,8 +6,7 @@ A token must move the live bytes of the tail over the link once, and the model m
 compute: no step is faster than max(live bytes / raw copy rate, device-resident step).
 That is the bound; the share of it that an arm reaches is bound / measured. Over several
 devices the copies are those of the device that takes longest for its own, at the rate
-that it has while all of them copy. Raw copies are timed before all else and after each
-case; the higher rate counts. Arms, in A/B/B/A order within one process, all over
+that it has while all of them copy. Arms, in A/B/B/A order within one process, all over
 the same cells:
 
     device      every cell in device memory: what computing costs
@@ -311,7 +310,6 @@ def run(
             except TokensDiffer as error:
                 report.differs(case, error)
             else:
-                found["link_bytes_s"] = bench.links.alone
                 report.add(case, rows, declined)
     if plot_path is not None and found["rows"] and report.heard:
         from figures import draw_decode
@@ -398,7 +396,6 @@ class Bench:
                 bar.update()
         agreed = self.check_tokens(runs, programs, case)
         logits = self.logits(runs, programs, case)
-        self.links = self.links.best(measure_links(self.meshes))
         per_cell = cell_bytes(cache_config(arms[0], case, self.config, self.dtype))
         rows = make_rows(runs, agreed, case, per_cell, self.links)
         for row, arm in zip(rows, arms, strict=True):

@@ -76,14 +76,6 @@ class Links(NamedTuple):
     alone: float
     together: dict[int, list[float]]
 
-    def best(self, others: "Links") -> "Links":
-        """The higher rate of each device: a disturbed machine copies slower."""
-        together = {
-            size: [*map(max, rates, others.together[size])]
-            for size, rates in self.together.items()
-        }
-        return Links(max(self.alone, others.alone), together)
-
 
 class Run(NamedTuple):
     """One arm, once."""

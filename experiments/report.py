@@ -41,16 +41,16 @@ tracked files differed from it.
 
 A step must bring the live bytes of the tail over the link, and compute. The *floor* is
 those bytes over the rate of a raw pinned copy in pieces of 64 MiB, measured in the same
-process; if that was done several times the fastest counts. The *bound* is the larger of
-the floor and of the device-resident step of the same run; the *share* is bound /
-measured, the *gain* is over the ordered arm. A row that beats its bound is void: its
-raw copies were disturbed. Over several devices the floor is that of the device that
-takes longest for its own bytes, at its rate while all of them copy. Times are ms a
-token of a loop that waits only at its end, medians of runs in A/B/B/A order; the spread
-is from the least to the most. *Waiting* is a loop that waits for every token. *Slots
-raw* is the rate of a raw copy in pieces of the ring's slot. No time is shown unless all
-arms of kvjax drew the same tokens in every run; what rounds elsewhere, xla or another
-number of devices, at least half of them, fed one by one.
+process; the *bound* is the larger of the floor and of the device-resident step of the
+same run; the *share* is bound / measured, the *gain* is over the ordered arm. A row
+that beats its bound is void: its raw copies were disturbed. Over several devices the
+floor is that of the device that takes longest for its own bytes, at its rate while all
+of them copy. Times are ms a token of a loop that waits only at its end, medians of runs
+in A/B/B/A order; the spread is from the least to the most. *Waiting* is a loop that
+waits for every token. *Slots raw* is the rate of a raw copy in pieces of the ring's
+slot. No time is shown unless all arms of kvjax drew the same tokens in every run; what
+rounds elsewhere, xla or another number of devices, at least half of them, fed one by
+one.
 """
 GOALS = {  # heading: (key, format)
     "figure": ("what", "{}"),
@@ -263,12 +263,11 @@ def decode(one: dict, found: list[dict], path: Path, page: Path) -> Iterator[str
     for row in one["rows"]:
         if row["arm"] == "pipelined":
             name = f"{row['cells']:,} cells x {row['batch']}, {row['label']}"
-            void = ["**void**: faster than the raw copies, which something disturbed"]
-            said = [
-                row["verdict"],
-                *of_each_device(row),
-                *(void if is_void(row) else ()),
-            ]
+            said = [row["verdict"], *of_each_device(row)]
+            if is_void(row):
+                said.append(
+                    "**void**: faster than the raw copies, which were disturbed"
+                )
             yield f"- {name}: {'; '.join(said)}"
     for error in one.get("errors", ()):
         yield f"- **no result**: {error}"
