@@ -32,7 +32,7 @@ struct Place {
 };
 
 // Blocks that hold anything, of sequence first + lane of a layer without a tail.
-__device__ int HeldBlocks(const Params& p, int first) {
+__device__ int HeldBlocksOf(const Params& p, int first) {
   const int seq = first + int(threadIdx.x % 32);
   return seq < p.s.num_seqs ? SequenceSpan(p.s, p.b.lengths, seq).num_blocks : 0;
 }
@@ -46,7 +46,7 @@ __device__ int WarpSum(int x) {
 __device__ int HeldBlocks(const Params& p) {
   if (p.table.count > 0) return p.num_blocks();
   int held = 0;
-  for (int first = 0; first < p.s.num_seqs; first += 32) held += HeldBlocks(p, first);
+  for (int first = 0; first < p.s.num_seqs; first += 32) held += HeldBlocksOf(p, first);
   return WarpSum(held);
 }
 
@@ -58,7 +58,7 @@ __device__ Place FindBlock(const Params& p, int number, Span* found) {
     before = p.table.start[span];
   } else {
     for (int all = 0;; span += 32, before += all) {
-      const int held = HeldBlocks(p, span);
+      const int held = HeldBlocksOf(p, span);
       int up_to = held;  // and with this lane's
       for (int step = 1; step < 32; step *= 2) {
         const int lower = __shfl_up_sync(~0u, up_to, step);
@@ -79,8 +79,9 @@ __device__ Place FindBlock(const Params& p, int number, Span* found) {
 
 // The one `step` behind `now`; there must be one.
 __device__ Place NextBlock(const Params& p, const Place& now, int step, Span* found) {
-  if (now.left > step)
+  if (now.left > step) {
     return {now.at + step, now.span, now.index + step, now.left - step};
+  }
   int span = now.span, i = step - now.left;
   while (true) {
     *found = SpanAt(p, ++span);
@@ -331,13 +332,13 @@ Status Split(cudaStream_t stream, const Params& p, const Choice& choice, unsigne
 
 // A CTA for some of a row's values each, where processors would be left without one.
 Status Fold(cudaStream_t stream, const Params& p, bool carries, int processors) {
-  const int64_t rows = int64_t(p.s.rows()) * p.s.num_kv_heads * p.num_spans();
+  const int64_t rows = int64_t(p.num_rows) * p.s.num_kv_heads * p.num_spans();
   int slices = 1;
   while (!carries && slices * kFoldSlice < p.s.value_dim &&
          rows * slices < processors) {
     slices *= 2;
   }
-  const dim3 grid(p.s.rows() * slices, p.s.num_kv_heads, p.num_spans());
+  const dim3 grid(p.num_rows * slices, p.s.num_kv_heads, p.num_spans());
   return LaunchKernel({grid, kFoldThreads, 0, stream}, FoldKernel, p, slices);
 }
 

@@ -623,7 +623,7 @@ __device__ void Tile<E, VEC, R>::LoadStep(const Cells& cells, int first, int slo
     const char* source = cells.At<true>(ChainCell(first)) + value_at_;
 #pragma unroll
     for (int i = 0; i < kStep; ++i) {
-      under_way_[slot + i] = Packed<E, VEC>::FromGlobal(source);
+      under_way_[slot + i] = Piece::FromGlobal(source);
       source += int64_t(kChains) * cells.stride;
     }
     return;
@@ -633,7 +633,7 @@ __device__ void Tile<E, VEC, R>::LoadStep(const Cells& cells, int first, int slo
     const char* source = cells.At<false>(ChainCell(first + i));
     under_way_[slot + i] = {};
     if (source != nullptr) {
-      under_way_[slot + i] = Packed<E, VEC>::FromGlobal(source + value_at_);
+      under_way_[slot + i] = Piece::FromGlobal(source + value_at_);
     }
   }
 }

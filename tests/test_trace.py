@@ -391,12 +391,9 @@ def test_the_script_writes_trace_and_picture_and_refuses_the_rest(tmp_path):
     apart += [f"--summary={paths[2]}", f"--plot={paths[3]}", "--plot_ms=0.5"]
     apart.append("--mesh=2")
     cases = [args for args, _ in REFUSED.values()]
+    # First the one that needs two devices: the others begin jax with one.
     waited, (code, shown, errors), plain, *refused = run_all(
-        "trace.py",
-        apart,
-        good,
-        ordered,
-        *cases,  # first the one that needs two devices
+        "trace.py", apart, good, ordered, *cases
     )
     assert code == 0, errors
     assert "whole steps: 2, of" in shown and "GB/s while copying" in shown
