@@ -121,16 +121,16 @@ class RingConfig:
     """How a ring delivers. None of it is part of a program: no value recompiles one.
 
     Attributes:
-      depth: How many attends ahead of the one running a delivery may be; 0 = the
-        ordered path, without a ring.
+      depth: How many attends ahead of the one running a delivery may be, if the ring
+        has room for it; 0 = the ordered path, without a ring.
       budget_bytes: The most the ring may take of each device; None = 64 MiB, 0 = no
         ring.
       slot_bytes: Size of a slot, the unit of delivery; None = 16 MiB, or a third of a
-        smaller budget.
+        smaller budget, or an even share of a layer's tail that is less than the budget.
       headroom_bytes: Device memory that must stay free beside the ring.
     """
 
-    depth: int = 1
+    depth: int = 8
     budget_bytes: int | None = None
     slot_bytes: int | None = None
     headroom_bytes: int = 64 * MIB

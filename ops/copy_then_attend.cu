@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "attention_gpu.h"
+#include "copies_cuda.h"
 #include "copy_then_attend.h"
 #include "timed_stream.h"
 
@@ -52,21 +53,6 @@ int64_t LargestWorkspace(const AttentionShape& shape,
   return floats;
 }
 
-Status CopySegment(cudaStream_t stream, const Segment& segment, const char* tail,
-                   char* slot) {
-  for (const Copy& copy : segment.copies) {
-    const char* source = tail + copy.source;
-    char* target = slot + copy.target;
-    KVJAX_RETURN_IF_CUDA_ERROR(
-        copy.height == 1 ? cudaMemcpyAsync(target, source, copy.width,
-                                           cudaMemcpyHostToDevice, stream)
-                         : cudaMemcpy2DAsync(target, copy.target_pitch, source,
-                                             copy.source_pitch, copy.width, copy.height,
-                                             cudaMemcpyHostToDevice, stream));
-  }
-  return Status::Ok();
-}
-
 }  // namespace
 
 Status RunCopyThenAttend(int64_t device, const CopyThenAttend& work, double* seconds) {
@@ -100,7 +86,7 @@ Status RunCopyThenAttend(int64_t device, const CopyThenAttend& work, double* sec
       buffers.out = outs + layer * work.out_bytes();
       for (const Segment& segment : segments) {
         KVJAX_RETURN_IF_ERROR(
-            CopySegment(timed.get(), segment, work.tails[layer], slot));
+            EnqueueCopies(timed.get(), segment.copies, work.tails[layer], slot));
         KVJAX_RETURN_IF_ERROR(
             LaunchSpans(timed.get(), shape, buffers, slot, segment.spans, workspace));
       }

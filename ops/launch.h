@@ -13,6 +13,9 @@ struct Grid {
   int threads;    // of a CTA
   int bytes = 0;  // of dynamic shared memory
   cudaStream_t stream;
+  // It may start before the kernel in front of it has ended, and waits for that one
+  // itself: cudaGridDependencySynchronize.
+  bool early = false;
 };
 
 // Enqueues a kernel; does not wait.
@@ -23,6 +26,11 @@ Status LaunchKernel(const Grid& grid, void (*kernel)(Params...), Args&&... args)
   config.blockDim = dim3(grid.threads);
   config.dynamicSmemBytes = grid.bytes;
   config.stream = grid.stream;
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = grid.early ? 1 : 0;
   return KVJAX_CUDA(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
 }
 

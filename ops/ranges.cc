@@ -40,10 +40,11 @@ class Cutter {
       : shape_(shape), slot_bytes_(slot_bytes) {}
 
   // Adds cells [cell, end) of a sequence, its last ones, over as many segments as they
-  // need.
-  void Add(int32_t seq, int64_t length, int64_t cell, int64_t end, bool first) {
+  // need; even_end: the last two share what is left for them.
+  void Add(int32_t seq, int64_t length, int64_t cell, int64_t end, bool first,
+           bool even_end) {
     while (cell < end) {
-      const int64_t stop = Fits(cell, end);
+      const int64_t stop = Fits(cell, end, even_end);
       if (stop <= cell || segment_.spans.size() == kMaxSpans) {
         Close();
         continue;
@@ -69,9 +70,12 @@ class Cutter {
   int64_t used() const { return closed_bytes_ + group_.bytes(); }
 
   // How far cells from `cell` go into the room left: to the end or a block border.
-  int64_t Fits(int64_t cell, int64_t end) const {
-    const int64_t stop = cell + (slot_bytes_ - used()) / shape_.row_bytes;
-    return stop >= end ? end : stop / kBlock * kBlock;
+  int64_t Fits(int64_t cell, int64_t end, bool even_end) const {
+    const int64_t room = (slot_bytes_ - used()) / shape_.row_bytes;
+    const int64_t stop = cell + room, half = cell + CeilDiv(end - cell, 2);
+    if (stop >= end) return end;
+    const bool shared = even_end && end - stop <= slot_bytes_ / shape_.row_bytes;
+    return std::min(stop, shared ? half + kBlock - 1 : stop) / kBlock * kBlock;
   }
 
   // Puts one sequence's run into the open group, if a gap costs less than a copy.
@@ -152,13 +156,14 @@ std::vector<Span> ResidentSpans(const LayerShape& shape, const int32_t* lengths)
 }
 
 std::vector<Segment> CutTail(const LayerShape& shape, const int32_t* lengths,
-                             int64_t slot_bytes) {
+                             int64_t slot_bytes, bool even_end) {
   Cutter cutter(shape, slot_bytes);
   for (int32_t b = 0; b < shape.num_seqs; ++b) {
     const int64_t visible = FirstVisible(lengths[b], shape.window);
     const bool first = visible / kBlock * kBlock >= shape.device_cells;
     cutter.Add(b, lengths[b], TailStart(shape, lengths[b]),
-               StoredEnd(shape, lengths[b]), first);
+               StoredEnd(shape, lengths[b]), first,
+               even_end && b == shape.num_seqs - 1);
   }
   return cutter.Take();
 }

@@ -181,7 +181,10 @@ void Ring::CutAhead() {
       lengths[b] = int32_t(std::min(grown, shape.num_cells()));
     }
     auto [cut, is_new] = ahead_cuts_.try_emplace(KeyOf(shape));
-    if (is_new) cut->second = CutTail(shape, lengths.data(), settings_.slot_bytes);
+    if (is_new) {
+      cut->second =
+          CutTail(shape, lengths.data(), settings_.slot_bytes, settings_.even_end());
+    }
     attends_.push_back({attend.key, attend.tail, shape, &cut->second, num_segments});
     num_segments += int64_t(cut->second.size());
   }
@@ -233,7 +236,8 @@ const Tail* Ring::TailOf(int64_t layer) const {
 const std::vector<Segment>& Ring::Segments(const LayerShape& shape) {
   auto [cut, is_new] = cuts_.try_emplace(KeyOf(shape));
   if (is_new) {
-    cut->second = CutTail(shape, plan_.lengths.data(), SegmentBytes(shape.row_bytes));
+    cut->second = CutTail(shape, plan_.lengths.data(), SegmentBytes(shape.row_bytes),
+                          settings_.even_end());
   }
   return cut->second;
 }
@@ -297,10 +301,8 @@ Status Ring::Issue(const PlannedAttend& attend, const Segment& segment) {
     mark.kind = MarkKind::kWaitAppend;
     Note(transfer_, mark);
   }
-  for (const Copy& copy : segment.copies) {
-    KVJAX_RETURN_IF_ERROR(
-        transport_->Enqueue(transfer_, copy, attend.tail, memory_of(delivery)));
-  }
+  KVJAX_RETURN_IF_ERROR(
+      transport_->Enqueue(transfer_, segment.copies, attend.tail, memory_of(delivery)));
   mark.kind = MarkKind::kCopy;
   mark.bytes = segment.live_bytes + segment.gap_bytes;
   Note(transfer_, mark);
@@ -424,9 +426,7 @@ Status Ring::Abort(Stream compute) {
 
 Status Ring::CopyOrdered(Stream compute, const Segment& segment, const char* tail,
                          char* target) {
-  for (const Copy& copy : segment.copies) {
-    KVJAX_RETURN_IF_ERROR(transport_->Enqueue(compute, copy, tail, target));
-  }
+  KVJAX_RETURN_IF_ERROR(transport_->Enqueue(compute, segment.copies, tail, target));
   stats_.ordered_bytes += segment.live_bytes;
   stats_.gap_bytes += segment.gap_bytes;
   return Status::Ok();

@@ -57,6 +57,7 @@ struct RingSettings {
       "no ring was opened";  // why there are no slots, if there are none
 
   int64_t ring_bytes() const { return slot_bytes * num_slots; }
+  bool even_end() const { return num_slots > 0 && num_slots < kMinSlots; }
 };
 
 // What happened, counted where it happens. X(name): one count.

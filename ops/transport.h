@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "ranges.h"
 #include "status.h"
@@ -38,9 +39,9 @@ class Transport {
   // Seconds between two timed events that were passed (Synchronize).
   virtual Status Elapsed(Event from, Event to, double* seconds) = 0;
 
-  // Enqueues one strided copy from pinned host memory at `source` to `target`.
-  virtual Status Enqueue(Stream stream, const Copy& copy, const char* source,
-                         char* target) = 0;
+  // Enqueues copies from pinned host memory at `source` to `target`, in any order.
+  virtual Status Enqueue(Stream stream, const std::vector<Copy>& copies,
+                         const char* source, char* target) = 0;
   virtual Status Record(Event event, Stream stream) = 0;
   virtual Status Wait(Stream stream, Event event) = 0;
   // Whether memory that XLA freed may still be read (its pinned pool stays mapped):

@@ -1,5 +1,6 @@
 #include "transport_cuda.h"
 
+#include "copies_cuda.h"
 #include "cuda_status.h"
 #include "on_device.h"
 
@@ -91,17 +92,9 @@ Status CudaTransport::Elapsed(Event from, Event to, double* seconds) {
   return Status::Ok();
 }
 
-Status CudaTransport::Enqueue(Stream stream, const Copy& copy, const char* source,
-                              char* target) {
-  source += copy.source;
-  target += copy.target;
-  if (copy.height == 1) {
-    return KVJAX_CUDA(cudaMemcpyAsync(target, source, copy.width,
-                                      cudaMemcpyHostToDevice, AsStream(stream)));
-  }
-  return KVJAX_CUDA(cudaMemcpy2DAsync(target, copy.target_pitch, source,
-                                      copy.source_pitch, copy.width, copy.height,
-                                      cudaMemcpyHostToDevice, AsStream(stream)));
+Status CudaTransport::Enqueue(Stream stream, const std::vector<Copy>& copies,
+                              const char* source, char* target) {
+  return EnqueueCopies(AsStream(stream), copies, source, target);
 }
 
 Status CudaTransport::Record(Event event, Stream stream) {

@@ -29,7 +29,7 @@ class CudaTransport : public Transport {
   void FreeEvent(Event event) override;
   Status MakeTimedEvent(Event* event) override;
   Status Elapsed(Event from, Event to, double* seconds) override;
-  Status Enqueue(Stream stream, const Copy& copy, const char* source,
+  Status Enqueue(Stream stream, const std::vector<Copy>& copies, const char* source,
                  char* target) override;
   Status Record(Event event, Stream stream) override;
   Status Wait(Stream stream, Event event) override;

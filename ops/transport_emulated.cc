@@ -167,9 +167,11 @@ Status EmulatedTransport::Elapsed(Event from, Event to, double* seconds) {
   return Status::Ok();
 }
 
-Status EmulatedTransport::Enqueue(Stream stream, const Copy& copy, const char* source,
-                                  char* target) {
-  EnqueueWork(stream, [=] { CopyRows(copy, source, target); });
+Status EmulatedTransport::Enqueue(Stream stream, const std::vector<Copy>& copies,
+                                  const char* source, char* target) {
+  EnqueueWork(stream, [=] {
+    for (const Copy& copy : copies) CopyRows(copy, source, target);
+  });
   return Status::Ok();
 }
 

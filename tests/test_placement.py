@@ -11,6 +11,7 @@ from steps import BLOCK_BYTES, filled, inputs, placement_of, stepper
 from tolerance import assert_same_bits
 
 from kvjax.config import RingConfig
+from kvjax.delivery.allocate import init_cache
 from kvjax.delivery.placement import Placement, make_mesh
 from kvjax.delivery.ring import Ring
 
@@ -36,6 +37,17 @@ def test_a_device_stores_at_least_one_head(num_kv_heads, axis_size, stored, loca
     )
     assert placement.stored_heads == stored
     assert placement.local_heads == local
+
+
+@pytest.mark.parametrize("device_cells", [0, 512, None])
+def test_a_caches_arrays_keep_one_sharding_object(device_cells):
+    """A call then need not compare shardings by value, some thirty of them."""
+    placement = placement_of(ring_id=40, device_cells=device_cells)
+    wanted = [id(sharding) for sharding in jax.tree.leaves(placement.cache_shardings())]
+    cache = init_cache(placement)
+    for _ in range(2):
+        assert [id(leaf.sharding) for leaf in jax.tree.leaves(cache)] == wanted
+        cache = stepper(placement)(cache, inputs(placement))[1]
 
 
 def test_heads_are_repeated_next_to_themselves():

@@ -464,7 +464,7 @@ def test_a_declined_ring_costs_nothing_and_changes_no_bit(deep, config, reason):
     assert stats.ordered_depth == STEPS * LAYERS
 
 
-@pytest.mark.parametrize("budget", [16 * BLOCK_BYTES, 16 * BLOCK_BYTES + 77])
+@pytest.mark.parametrize("budget", [7 * BLOCK_BYTES, 7 * BLOCK_BYTES + 77])
 def test_a_small_budget_alone_makes_three_slots(deep, budget):
     """Of a third each, and of whole multiples of what kernels load at once."""
     config = RingConfig(budget_bytes=budget)
@@ -476,6 +476,17 @@ def test_a_small_budget_alone_makes_three_slots(deep, budget):
     assert (stats.ring_bytes, stats.ordered_bytes) == (plan.ring_bytes, 0)
     few = plan_ring(deep.placement, RingConfig(budget_bytes=3 * BLOCK_BYTES - 1))
     assert few.reason.startswith(f"a ring needs 3 slots of {BLOCK_BYTES} bytes")
+
+
+@pytest.mark.parametrize(
+    "budget, num_slots, slot", [(9, 3, 3), (16, 4, 4), (23, 5, 4), (24, 3, 8)]
+)
+def test_a_layer_that_fits_the_budget_makes_even_slots(deep, budget, num_slots, slot):
+    """Of eight blocks: a third of the budget would leave the last slot nearly empty."""
+    plan = plan_ring(deep.placement, RingConfig(budget_bytes=budget * BLOCK_BYTES))
+    assert plan == Slots(num_slots, slot * BLOCK_BYTES)
+    asked = RingConfig(budget_bytes=budget * BLOCK_BYTES, slot_bytes=3 * BLOCK_BYTES)
+    assert plan_ring(deep.placement, asked).slot_bytes == 3 * BLOCK_BYTES
 
 
 def test_a_slot_of_an_odd_size_begins_where_kernels_can_load(deep):

@@ -27,7 +27,8 @@ def waits() -> list[str]:
         for file in KERNELS
         for number, line in enumerate((OPS / file).read_text().splitlines(), start=1)
         if re.search(
-            r"__sync(threads|threads_and|warp)\(|__pipeline_wait_prior\(", line
+            r"__sync(threads|threads_and|warp)\(|__pipeline_wait_prior\(|Synchronize\(",
+            line,
         )
     ]
 
@@ -103,5 +104,6 @@ def test_each_wait_is_needed(program: Path, wait: str):
 def test_every_wait_is_in_the_list():
     """Each stands on a line of its own, where the program finds it."""
     texts = [(OPS / file).read_text() for file in KERNELS]
-    found = sum(len(re.findall(r"__sync\w*|__pipeline_wait\w*", t)) for t in texts)
+    waits_of = re.compile(r"__sync\w*|__pipeline_wait\w*|Synchronize\(")
+    found = sum(len(waits_of.findall(text)) for text in texts)
     assert found == len(waits()) > 15

@@ -345,6 +345,28 @@ def test_a_step_returns_no_weight_and_copies_none(mesh1):
     assert memory.temp_size_in_bytes < max(leaf.nbytes for leaf in leaves) / 2
 
 
+def test_angles_are_computed_behind_begin(mesh1):
+    """Before it no graph of XLA's takes them: each would be a launch of its own."""
+    placement = placement_of(TINY, mesh1)
+    if placement.backend != "native":
+        pytest.skip("the reference has no begin")
+    skeleton, leaves = split(random_model(TINY))
+
+    def step(cache, tokens):
+        return skeleton.merge(leaves)(tokens, cache, placement)
+
+    traced = jax.make_jaxpr(step)(init_cache(placement), np.zeros((1, 1), np.int32))
+    behind, angles = set(), 0
+    for eqn in traced.eqns:
+        read = {x for x in eqn.invars if not isinstance(x, jax.extend.core.Literal)}
+        if "kvjax_begin" in str(eqn) or read & behind:
+            behind.update(eqn.outvars)
+        elif eqn.primitive.name in ("cos", "sin"):
+            raise AssertionError(f"before begin: {eqn}")
+        angles += eqn.primitive.name in ("cos", "sin")
+    assert angles == 2
+
+
 @pytest.mark.parametrize("sizes", [{"tp": 1}, {"tp": 4}])
 def test_a_token_outside_the_vocabulary_gives_nan_in_its_sequence_alone(sizes):
     mesh = make_mesh(sizes)

@@ -1,5 +1,6 @@
 """Where a cache's cells lie: which devices hold which heads, in which memory."""
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -66,7 +67,10 @@ class Placement:
         return self.stored_heads // self.axis_size
 
     def sharding(self, spec: P, memory_kind: str | None = None) -> NamedSharding:
-        return NamedSharding(self.mesh, spec, memory_kind=memory_kind)
+        """On the mesh; for the same arguments the same object. A jitted call compares
+        each array's sharding with the one that it knows, and objects fastest.
+        """
+        return _sharding(self.mesh, spec, memory_kind)
 
     @property
     def head_spec(self) -> P:
@@ -105,6 +109,11 @@ class Placement:
         repeats = self.stored_heads // self.config.num_kv_heads
         stored = repeats == 1 or x.shape[2] == self.stored_heads
         return x if stored else jnp.repeat(x, repeats, axis=2)
+
+
+@functools.cache
+def _sharding(mesh: Mesh, spec: P, memory_kind: str | None) -> NamedSharding:
+    return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 
 def check_heads(num_heads: int, num_kv_heads: int, axis_size: int) -> None:

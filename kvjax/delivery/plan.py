@@ -52,6 +52,8 @@ def plan_ring(placement: Placement, config: RingConfig) -> Slots | Decline:
     if config.budget == 0:
         return Decline("budget_bytes is 0")
     slot_bytes = min(slot_bytes, max(tails))
+    if config.slot_bytes is None and max(tails) <= config.budget:
+        slot_bytes = _even_share(max(tails), slot_bytes, smallest_slot(placement))
     useful = sum(-(-tail // slot_bytes) for tail in tails)
     allowed = config.budget // slot_bytes
     if allowed < MIN_SLOTS:
@@ -61,6 +63,16 @@ def plan_ring(placement: Placement, config: RingConfig) -> Slots | Decline:
             asked_for=False,
         )
     return Slots(max(MIN_SLOTS, min(allowed, useful)), slot_bytes)
+
+
+def _even_share(tail_bytes: int, most: int, block_bytes: int) -> int:
+    """Of a layer's tail, so many bytes that its last slot is about as full as others.
+
+    Each segment takes a slot. Where a few segments make a layer, a small one at its end
+    would leave much of the ring empty while a step begins.
+    """
+    blocks, shares = tail_bytes // block_bytes, -(-tail_bytes // most)
+    return min(most, -(-blocks // shares) * block_bytes)
 
 
 def slot_of(placement: Placement, config: RingConfig) -> int:

@@ -179,10 +179,10 @@ def _begin(
 ) -> tuple[Array, Array, Cache, Int[Array, " devices"]]:
     """Calls begin if there is a tail: what comes in, with its stamp, and the ticket.
 
-    tokens and num_new pass a barrier either way. What is computed of them then lies
-    behind begin, in XLA's first graph: before begin, which no graph takes, each small
-    kernel is a launch of its own. And without a begin XLA fuses nothing into what comes
-    behind that it doesn't with one: the same kernels, so the same bits.
+    tokens, num_new and lengths pass a barrier either way. What is computed of them then
+    lies behind begin, in XLA's first graph: before begin, which no graph takes, each
+    small kernel is a launch of its own. And without a begin XLA fuses nothing into what
+    comes behind that it doesn't with one: the same kernels, so the same bits.
     """
     if all(cells.tail is None for cells in cache.layers):
         ticket = cache.stamp[:, 0].astype(jnp.int32)
@@ -191,8 +191,9 @@ def _begin(
             placement, tokens, cache.lengths, cache.stamp, cache.layers, attends
         )
         cache = cache._replace(stamp=stamp)
-    tokens, num_new = jax.lax.optimization_barrier((tokens, num_new))
-    return tokens, num_new, cache, ticket
+    passed = tokens, num_new, cache.lengths
+    tokens, num_new, lengths = jax.lax.optimization_barrier(passed)
+    return tokens, num_new, cache._replace(lengths=lengths), ticket
 
 
 def _check_batch(placement: Placement, tokens: Array, num_new: Array | None) -> None:

@@ -282,9 +282,11 @@ class LoggedTransport : public Transport {
     *seconds = double(EventOf(to).time - EventOf(from).time);
     return Status::Ok();
   }
-  Status Enqueue(Stream stream, const Copy& copy, const char* source,
+  Status Enqueue(Stream stream, const std::vector<Copy>& copies, const char* source,
                  char* target) override {
-    clocks_->Copied(StreamOf(stream), copy, source, target);
+    for (const Copy& copy : copies) {
+      clocks_->Copied(StreamOf(stream), copy, source, target);
+    }
     return Status::Ok();
   }
   Status Record(Event event, Stream stream) override {

@@ -68,9 +68,11 @@ class SimulatedTransport : public Transport {
     return Status::Ok();
   }
 
-  Status Enqueue(Stream stream, const Copy& copy, const char*, char*) override {
-    const double share = double(copy.width * copy.height) / kSegmentBytes;
-    simulation_.Enqueue(TimeOf(stream), copy_us_ * share);
+  Status Enqueue(Stream stream, const std::vector<Copy>& copies, const char*,
+                 char*) override {
+    int64_t bytes = 0;
+    for (const Copy& copy : copies) bytes += copy.width * copy.height;
+    simulation_.Enqueue(TimeOf(stream), copy_us_ * double(bytes) / kSegmentBytes);
     return Status::Ok();
   }
   Status Record(Event event, Stream stream) override {

@@ -86,14 +86,14 @@ class CheckedTransport : public EmulatedTransport {
     return EmulatedTransport::MakeTimedEvent(event);
   }
 
-  Status Enqueue(Stream stream, const Copy& copy, const char* source,
+  Status Enqueue(Stream stream, const std::vector<Copy>& copies, const char* source,
                  char* target) override {
-    machine_->NoteCopy(copy, target);
+    for (const Copy& copy : copies) machine_->NoteCopy(copy, target);
     const auto from = blocks_->Find(source), to = blocks_->Find(target);
     if (from == nullptr || to == nullptr) {
       return Status::Internal("a copy from or to nobody's memory");
     }
-    KVJAX_RETURN_IF_ERROR(EmulatedTransport::Enqueue(stream, copy, source, target));
+    KVJAX_RETURN_IF_ERROR(EmulatedTransport::Enqueue(stream, copies, source, target));
     EnqueueWork(stream, [=, machine = machine_] {
       if (from->freed) machine->Fail("a copy read a tail after it was freed");
       if (to->freed) machine->Fail("a copy wrote memory after it was freed");

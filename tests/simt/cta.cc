@@ -22,9 +22,35 @@ constexpr int kLanes = 32;
 
 }  // namespace
 
+// The inner one runs what a fiber of the outer one waits for.
+struct Ctas {
+  Cta outer, inner;
+  bool nested = false;
+
+  static Ctas& of_thread() {
+    static thread_local Ctas ctas;
+    return ctas;
+  }
+};
+
 Cta* Cta::current() {
-  static thread_local Cta cta;
-  return &cta;
+  Ctas& ctas = Ctas::of_thread();
+  return ctas.nested ? &ctas.inner : &ctas.outer;
+}
+
+void Cta::Nested(const std::function<void()>& run) {
+  Ctas& ctas = Ctas::of_thread();
+  ctas.nested = true;
+  run();
+  ctas.nested = false;
+}
+
+void Cta::Open(char* shared, uint64_t seed, const std::string& left_out) {
+  for (Cta* cta : {&Ctas::of_thread().outer, &Ctas::of_thread().inner}) {
+    cta->shared_ = shared;
+    cta->random_.seed(seed);
+    cta->left_out_ = left_out;
+  }
 }
 
 Cta::Cta() : stacks_(new char[kStackBytes * kMaxThreads]) {}

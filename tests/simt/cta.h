@@ -21,22 +21,23 @@ constexpr int kProcessors = 3;  // few, so that CTAs take turns
 
 class Cta {
  public:
-  // Of this host thread.
+  // The one that runs on this host thread.
   static Cta* current();
   Cta();
   ~Cta();
 
-  // `shared` is the CTA's dynamic shared memory: noise when it starts.
-  void Open(char* shared, uint64_t seed) {
-    shared_ = shared;
-    random_.seed(seed);
-  }
+  // For this host thread. `shared` is a CTA's dynamic shared memory: noise when it
+  // starts. The wait that stands at FILE:LINE is left out; "" = none is.
+  static void Open(char* shared, uint64_t seed, const std::string& left_out);
 
   // Runs a kernel's body once a thread; `enter(i)` comes before thread i goes on.
   void Run(int num_threads, std::function<void(int)> enter, std::function<void()> body);
 
-  // The wait that stands at FILE:LINE is none any more; "" = all are.
-  void LeaveOut(std::string place) { left_out_ = std::move(place); }
+  bool IsLeftOut(const char* file, int line) const;
+
+  // Called by a fiber: CTAs that `run` runs are others. One of the two has no dynamic
+  // shared memory, they would share it.
+  static void Nested(const std::function<void()>& run);
 
   // What fibers call.
   // A barrier of all threads that haven't ended: the sum of their x.
@@ -69,7 +70,6 @@ class Cta {
   };
 
   static void Start();
-  bool IsLeftOut(const char* file, int line) const;
   void Go(int thread);
   void Leave(State state);
   int Next();

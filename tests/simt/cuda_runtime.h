@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <tuple>
+#include <utility>
 
 #include "cta.h"
 
@@ -59,7 +61,7 @@ T __ldg(const T* memory) {
 
 // ---------------------------------------------------------------- threads of a CTA
 
-// Macros, so that a barrier knows where it stands and one of them can be left out.
+// Macros, so that a wait knows where it stands and one of them can be left out.
 #define __syncthreads() (void)simt::Cta::current()->Sync(__FILE__, __LINE__, 0)
 #define __syncthreads_and(x) \
   (simt::Cta::current()->Sync(__FILE__, __LINE__, (x) ? 0 : 1) == 0)
@@ -109,33 +111,70 @@ cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
   return cudaSuccess;
 }
 
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
   cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
 };
 
-// Runs it at once, one CTA after the other.
-template <typename... Params, typename... Args>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config,
-                               void (*kernel)(Params...), Args&&... args) {
-  const dim3 grid = config->gridDim;
-  const bool fits = config->dynamicSmemBytes <= simt::kSharedBytes &&
-                    config->blockDim.x <= simt::kMaxThreads && grid.y <= 65535 &&
-                    grid.z <= 65535;
-  if (!fits || grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaErrorInvalidValue;
+namespace simt {
+
+// Runs a kernel, one CTA after the other.
+template <typename Kernel>
+void RunGrid(dim3 grid, dim3 block, const Kernel& kernel) {
   gridDim = grid;
-  blockDim = config->blockDim;
+  blockDim = block;
   for (unsigned z = 0; z < grid.z; ++z) {
     for (unsigned y = 0; y < grid.y; ++y) {
       for (unsigned x = 0; x < grid.x; ++x) {
         blockIdx = dim3(x, y, z);
-        simt::Cta::current()->Run(
-            int(blockDim.x),
-            [&](int thread) { threadIdx = dim3(unsigned(thread), 0, 0); },
-            [&] { kernel(args...); });
+        Cta::current()->Run(
+            int(block.x), [](int thread) { threadIdx = dim3(unsigned(thread), 0, 0); },
+            kernel);
       }
     }
   }
+}
+
+// The kernel that was launched last, until somebody waits for it.
+inline thread_local std::function<void()> pending;
+
+inline void Finish() {
+  if (pending) std::exchange(pending, nullptr)();
+}
+
+// From within a kernel: the one in front of it runs now, as late as can be.
+inline void AwaitPending(const char* file, int line) {
+  if (!pending || Cta::current()->IsLeftOut(file, line)) return;
+  const auto place = std::make_tuple(gridDim, blockDim, blockIdx, threadIdx);
+  Cta::Nested([] { Finish(); });
+  std::tie(gridDim, blockDim, blockIdx, threadIdx) = place;
+}
+
+}  // namespace simt
+
+#define cudaGridDependencySynchronize() simt::AwaitPending(__FILE__, __LINE__)
+
+// A kernel runs once the next is launched, or from within that if it starts early.
+template <typename... Params, typename... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config,
+                               void (*kernel)(Params...), Args&&... args) {
+  const dim3 grid = config->gridDim, block = config->blockDim;
+  const bool fits = config->dynamicSmemBytes <= simt::kSharedBytes &&
+                    block.x <= simt::kMaxThreads && grid.y <= 65535 && grid.z <= 65535;
+  if (!fits || grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaErrorInvalidValue;
+  const auto run = [=] { simt::RunGrid(grid, block, [&] { kernel(args...); }); };
+  if (config->numAttrs > 0) run();
+  simt::Finish();
+  if (config->numAttrs == 0) simt::pending = run;
   return cudaSuccess;
 }
