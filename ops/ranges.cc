@@ -58,6 +58,7 @@ class Cutter {
                                 int32_t(stop), 0, first, last});
       cell = stop;
       first = false;
+      if (!last) Close();  // a launch takes a sequence once
     }
   }
 

@@ -268,6 +268,10 @@ MUTANTS = {
         ),
         {"recording": "a launch reads another cell", "fuzz": "a launch read"},
     ),
+    "a_sequence_twice_in_a_launch": Mutant(
+        without("ranges.cc", "if (!last) Close();"),
+        {"recording": "a launch takes a sequence twice"},
+    ),
     "entries_overlap": Mutant(
         Mutation(
             "ranges.cc",

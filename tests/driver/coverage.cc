@@ -14,7 +14,11 @@ std::string Coverage::Add(const std::vector<Span>& spans, int64_t slot_bytes) {
   if (spans.empty() || spans.size() > kMaxSpans)
     return "a launch of too few or many spans";
   std::vector<std::pair<int64_t, int64_t>> entries;
+  int32_t before = -1;
   for (const Span& span : spans) {
+    // Kernels run a launch's spans side by side.
+    if (span.seq <= before) return "a launch takes a sequence twice, or out of order";
+    before = span.seq;
     const std::string wrong = AddSpan(span);
     if (!wrong.empty()) return wrong;
     const int64_t bytes = (span.end_cell - span.first_cell) * shape_.row_bytes;
