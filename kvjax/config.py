@@ -10,7 +10,7 @@ from kvjax.shapes import BLOCK, RECORD_ALIGN
 CACHE_DTYPES = ("bfloat16", "float32")
 MIB = 1 << 20
 MAX_DEPTH = 64
-MIN_SLOTS = 3  # the one being read and a margin of two (ops/ring.h: kMinSlots)
+MIN_SLOTS = 2  # the one being read and the one being filled
 MAX_BUDGET_BYTES = 64 << 30
 
 
@@ -125,8 +125,8 @@ class RingConfig:
         has room for it; 0 = the ordered path, without a ring.
       budget_bytes: The most the ring may take of each device; None = 64 MiB, 0 = no
         ring.
-      slot_bytes: Size of a slot, the unit of delivery; None = 16 MiB, or a third of a
-        smaller budget, or an even share of a layer's tail that is less than the budget.
+      slot_bytes: Size of a slot, the unit of delivery; None = 16 MiB, or half of a
+        smaller budget, or less where a layer's tail fits the budget (delivery/plan.py).
       headroom_bytes: Device memory that must stay free beside the ring.
     """
 

@@ -70,8 +70,7 @@ std::vector<Span> ResidentSpans(const LayerShape& shape, const int32_t* lengths)
 // Cuts a layer's live tail cells into segments of at most slot_bytes, in the order in
 // which attention consumes them. Segments end at block borders or a sequence's end.
 // slot_bytes must hold a block (kBlock * row_bytes).
-//   even_end  what is left for the last two segments is shared between them: where few
-//             slots take turns, the copy of a small one hides nothing
+//   even_end  the last sequence's last two segments share what is left for them
 std::vector<Segment> CutTail(const LayerShape& shape, const int32_t* lengths,
                              int64_t slot_bytes, bool even_end = false);
 

@@ -40,10 +40,11 @@
 
 namespace kvjax {
 
-// Slots that a ring needs at least: the one being read and a margin of two, so that a
-// copy runs while kernels hold others. With fewer, output stays right and overlap is
-// lost.
-constexpr int64_t kMinSlots = 3;
+// Slots with which copies go on while a layer computes other things than attention: the
+// one being read and a margin of two. Two are enough where a layer's copies outlast
+// those things, if none of its segments is much smaller than the others (even_end):
+// what frees the other slot takes longer than to copy such a one.
+constexpr int64_t kMarginSlots = 3;
 constexpr int64_t kDefaultSlotBytes = 16 << 20;
 // Steps without a live tail cell after which a ring's memory is given back.
 constexpr int64_t kIdleSteps = 256;
@@ -57,7 +58,7 @@ struct RingSettings {
       "no ring was opened";  // why there are no slots, if there are none
 
   int64_t ring_bytes() const { return slot_bytes * num_slots; }
-  bool even_end() const { return num_slots > 0 && num_slots < kMinSlots; }
+  bool even_end() const { return num_slots > 0 && num_slots < kMarginSlots; }
 };
 
 // What happened, counted where it happens. X(name): one count.

@@ -283,9 +283,13 @@ MUTANTS = {
     "margin_of_one": Mutant(
         Mutation(
             "ring.h",
-            "constexpr int64_t kMinSlots = 3;",
-            "constexpr int64_t kMinSlots = 2;",
+            "constexpr int64_t kMarginSlots = 3;",
+            "constexpr int64_t kMarginSlots = 2;",
         ),
+        {"virtual": LOST},
+    ),
+    "two_slots_of_uneven_segments": Mutant(
+        Mutation("ring.h", "num_slots > 0 && num_slots < kMarginSlots;", "false;"),
         {"virtual": LOST},
     ),
     "issue_only_between_attends": Mutant(

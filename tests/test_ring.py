@@ -448,12 +448,17 @@ def test_a_ring_that_nobody_holds_is_closed(deep):
         (RingConfig(depth=0), "depth is 0"),
         (RingConfig(budget_bytes=0), "budget_bytes is 0"),
         (
-            RingConfig(slot_bytes=BLOCK_BYTES, budget_bytes=3 * BLOCK_BYTES - 1),
-            "a ring needs 3 slots of 8192 bytes, 24576 in all, "
-            "budget_bytes allows 24575",
+            RingConfig(slot_bytes=BLOCK_BYTES, budget_bytes=2 * BLOCK_BYTES - 1),
+            "a ring needs 2 slots of 8192 bytes, 16384 in all, "
+            "budget_bytes allows 16383",
+        ),
+        (
+            RingConfig(slot_bytes=4 * BLOCK_BYTES, budget_bytes=12 * BLOCK_BYTES - 1),
+            "a ring needs 3 slots of 32768 bytes, 98304 in all, "
+            "budget_bytes allows 98303",
         ),
     ],
-    ids=["depth 0", "no budget", "budget below three slots"],
+    ids=["depth 0", "no budget", "below two slots", "layers that fit, below three"],
 )
 def test_a_declined_ring_costs_nothing_and_changes_no_bit(deep, config, reason):
     with Ring.open(deep.placement, config) as ring:
@@ -465,17 +470,17 @@ def test_a_declined_ring_costs_nothing_and_changes_no_bit(deep, config, reason):
 
 
 @pytest.mark.parametrize("budget", [7 * BLOCK_BYTES, 7 * BLOCK_BYTES + 77])
-def test_a_small_budget_alone_makes_three_slots(deep, budget):
-    """Of a third each, and of whole multiples of what kernels load at once."""
+def test_a_budget_below_a_layer_makes_two_slots(deep, budget):
+    """Of a half each, and of whole multiples of what kernels load at once."""
     config = RingConfig(budget_bytes=budget)
     plan = plan_ring(deep.placement, config)
-    assert plan == Slots(3, budget // 3 // 256 * 256)
+    assert plan == Slots(2, budget // 2 // 256 * 256)
     with Ring.open(deep.placement, config) as ring:
         check(deep)
         stats = ring.stats()
     assert (stats.ring_bytes, stats.ordered_bytes) == (plan.ring_bytes, 0)
-    few = plan_ring(deep.placement, RingConfig(budget_bytes=3 * BLOCK_BYTES - 1))
-    assert few.reason.startswith(f"a ring needs 3 slots of {BLOCK_BYTES} bytes")
+    few = plan_ring(deep.placement, RingConfig(budget_bytes=2 * BLOCK_BYTES - 1))
+    assert few.reason.startswith(f"a ring needs 2 slots of {BLOCK_BYTES} bytes")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from kvjax.delivery.placement import Placement
 from kvjax.shapes import BLOCK
 
 SLOT_ALIGN = 256  # bytes that a slot's start is a multiple of: kernels load by 16
+MARGIN_SLOTS = 3  # the one being read and a margin of two (ops/ring.h)
 
 
 class Slots(NamedTuple):
@@ -52,27 +53,32 @@ def plan_ring(placement: Placement, config: RingConfig) -> Slots | Decline:
     if config.budget == 0:
         return Decline("budget_bytes is 0")
     slot_bytes = min(slot_bytes, max(tails))
-    if config.slot_bytes is None and max(tails) <= config.budget:
-        slot_bytes = _even_share(max(tails), slot_bytes, smallest_slot(placement))
+    fits = max(tails) <= config.budget
+    if fits and config.slot_bytes is None:
+        slot_bytes = _even_share(placement, max(tails), config.budget, slot_bytes)
+    # A layer's copies that outlast a filled ring outlast what else the layer computes.
+    least = MARGIN_SLOTS if fits else MIN_SLOTS
     useful = sum(-(-tail // slot_bytes) for tail in tails)
     allowed = config.budget // slot_bytes
-    if allowed < MIN_SLOTS:
+    if allowed < least:
         return Decline(
-            f"a ring needs {MIN_SLOTS} slots of {slot_bytes} bytes, "
-            f"{MIN_SLOTS * slot_bytes} in all, budget_bytes allows {config.budget}",
+            f"a ring needs {least} slots of {slot_bytes} bytes, "
+            f"{least * slot_bytes} in all, budget_bytes allows {config.budget}",
             asked_for=False,
         )
-    return Slots(max(MIN_SLOTS, min(allowed, useful)), slot_bytes)
+    return Slots(max(least, min(allowed, useful)), slot_bytes)
 
 
-def _even_share(tail_bytes: int, most: int, block_bytes: int) -> int:
+def _even_share(placement: Placement, tail: int, budget: int, most: int) -> int:
     """Of a layer's tail, so many bytes that its last slot is about as full as others.
 
     Each segment takes a slot. Where a few segments make a layer, a small one at its end
     would leave much of the ring empty while a step begins.
     """
-    blocks, shares = tail_bytes // block_bytes, -(-tail_bytes // most)
-    return min(most, -(-blocks // shares) * block_bytes)
+    block = smallest_slot(placement)
+    most = max(block, min(most, budget // MARGIN_SLOTS))
+    shares = -(-tail // most)
+    return min(most, -(-tail // (shares * block)) * block)
 
 
 def slot_of(placement: Placement, config: RingConfig) -> int:

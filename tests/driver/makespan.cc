@@ -119,7 +119,7 @@ double Makespan(const Load& load, const Host& host, int64_t depth, int64_t num_s
   double compute = 0;
   RingSettings settings;
   settings.depth = depth;
-  settings.slot_bytes = kSegmentBytes;
+  settings.slot_bytes = load.in_slot * kSegmentBytes;
   settings.num_slots = num_slots;
   Ring ring(settings, std::make_unique<SimulatedTransport>(&simulation, load.copy_us));
 

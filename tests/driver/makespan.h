@@ -10,15 +10,18 @@
 
 namespace kvjax {
 
-// Steps of layers, each of `segments` x copy_us of copies against as many launches of
-// launch_us and mlp_us of other work.
+// Steps of layers, each of `segments` x copy_us of copies, `in_slot` of them through a
+// slot at once, against a launch of launch_us for each slotful and mlp_us of other
+// work.
 struct Load {
   int64_t num_steps, num_layers, segments;
   double copy_us, launch_us, mlp_us;
+  int64_t in_slot = 1;
 
   double copies() const { return num_steps * num_layers * segments * copy_us; }
   double compute() const {
-    return num_steps * num_layers * (segments * launch_us + mlp_us);
+    const int64_t launches = (segments + in_slot - 1) / in_slot;
+    return num_steps * num_layers * (launches * launch_us + mlp_us);
   }
 };
 
