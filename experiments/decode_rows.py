@@ -34,8 +34,9 @@ class Arm:
         room = "" if self.capacity is None else f", capacity {self.capacity:,}"
         if self.name != "pipelined":
             return self.name + where + room + over
-        budget, slot = self.ring.budget / MIB, self.ring.slot / MIB
-        sizes = f"ring {budget:g} MiB, slots {slot:g} MiB"
+        sizes = f"ring {self.ring.budget / MIB:g} MiB"
+        if self.ring.slot_bytes is not None:
+            sizes += f", slots {self.ring.slot_bytes / MIB:g} MiB"
         return f"pipelined{where}, {sizes}, depth {self.ring.depth}{room}{over}"
 
     @property
@@ -341,6 +342,7 @@ COLUMNS = {  # heading: (key, format)
     "gain": ("gain", "{:.2f}x"),
     "GB/s": ("rate", "{:.1f}"),
     "slots raw": ("piece_rate", "{:.1f}"),
+    "slots": ("num_slots", "{}"),
     "ring MiB": ("ring_mib", "{:.1f}"),
     "temp MiB": ("temp_mib", "{:.0f}"),
     "used GiB": ("memory_gib", "{:.2f}"),
@@ -366,6 +368,7 @@ def table(case: Case, rows: list[dict], declined: list[dict]) -> Iterator[str]:
             "gb": row["live_bytes"] / GB,
             "rate": row["live_bytes"] / row["ms"] * MS / GB,
             "piece_rate": piece and piece / GB,
+            "num_slots": row.get("num_slots"),
             "ring_mib": row["ring_bytes"] / MIB,
             "temp_mib": row["temp_bytes"] / MIB,
             "memory_gib": row["device_memory"] / (1 << 30),

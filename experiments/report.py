@@ -84,6 +84,7 @@ DECODE = {
     "gain": ("gain", "{:.2f}x"),
     "GB/s": ("rate", "{:.1f}"),
     "slots raw": ("piece_rate", "{:.1f}"),
+    "slots": ("num_slots", "{}"),
     "ring MiB": ("ring_mib", "{:.1f}"),
     "XLA temp MiB": ("temp_mib", "{:.0f}"),
     "GPU memory GiB": ("memory_gib", "{:.1f}"),

@@ -355,7 +355,8 @@ def provenance(
     """
     on_gpu = device is None or device.platform != "cpu"
     gpu, driver = (_gpu() if on_gpu else None) or (None, None)
-    typed = [arg for arg in command if not arg.startswith(("--json=", "--plot="))]
+    written = ("--json=", "--plot=", "--summary=")
+    typed = [arg for arg in command if not arg.startswith(written)]
     versions = {"python": platform.python_version()}
     for name in packages:
         try:

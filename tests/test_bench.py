@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_arms import BitsDiffer, attend_all, check_bits, draw_inputs, place
+from commit import is_commit
 from copy_then_attend import copy_then_attend
 from probe import Probe, Shown, compare_logits, explain, first_difference
 
@@ -35,6 +36,7 @@ from kvjax.model.transformer import ModelConfig, random_model, split
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = ROOT / "experiments"
+COMMIT = "abc0" * 10
 CELL = 4 * 2 * (64 + 64) * 2  # bytes of geometry tiny's 4 layers and 2 heads, bfloat16
 
 # Runs a script's main for each list of arguments in one process: a start costs seconds.
@@ -117,7 +119,7 @@ def bench(tmp_path_factory) -> dict:
         *("--geometry=tiny", "--cells=128,256", "--capacity=512", "--batch=2"),
         *("--arms=device,ordered,pipelined,xla", "--device_cells=0", "--ragged"),
         *("--tokens=3", "--waiting=1", "--repeats=1", "--slot_mib=0.25,0.5"),
-        *("--commit=abc", f"--json={path}"),
+        *(f"--commit={COMMIT}", f"--json={path}"),
     ]
     lists_path = path.with_name("lists.json")
     lists = [
@@ -148,6 +150,12 @@ def test_every_arm_has_a_row_for_every_number_of_cells(bench):
     assert [row["slot_bytes"] for row in rows[2:4]] == [MIB // 4, MIB // 2]
 
 
+@pytest.mark.parametrize("commit", ["HEAD", "abc", COMMIT[1:], COMMIT + "+", ""])
+def test_a_result_is_of_a_commits_whole_hash(commit):
+    assert is_commit(COMMIT)
+    assert not is_commit(commit)
+
+
 def test_lists_of_settings_are_one_run_that_tells_which_rings_decline(bench):
     found, smallest = bench["lists"], MIB // 16
     got = [(row["capacity"], row["arm"]) for row in found["rows"]]
@@ -163,7 +171,8 @@ def test_lists_of_settings_are_one_run_that_tells_which_rings_decline(bench):
     got = [(row["capacity"], row["depth"], row["slot_bytes"]) for row in declined]
     assert got == [(c, d, 4 * smallest) for c in (256, 512) for d in (1, 2)]
     for row in declined:
-        assert "a ring needs 2 slots of 262144 bytes" in row["reason"]
+        least = 3 if row["capacity"] == 256 else 2  # a layer fits the budget, or not
+        assert f"a ring needs {least} slots of 262144 bytes" in row["reason"]
         assert row["label"] in bench["lists_shown"]
         assert f"declined: {row['reason']}" in bench["lists_shown"]
 
@@ -192,7 +201,7 @@ def test_arms_of_each_capacity_are_held_against_their_own(bench):
 
 def test_the_result_says_where_it_comes_from(bench):
     found = bench["found"]
-    assert found["commit"] == "abc"
+    assert found["commit"] == COMMIT
     assert found["versions"]["jax"] == jax.__version__
     assert found["command"].startswith("python ")
     assert "--json" not in found["command"]

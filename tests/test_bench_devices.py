@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from test_bench import EXPERIMENTS, ROOT, result_of, row_of, run_all
+from test_bench import COMMIT, EXPERIMENTS, ROOT, result_of, row_of, run_all
 
 from experiments import goals
 from experiments.decode_rows import (
@@ -238,7 +238,7 @@ def test_arms_of_one_mesh_are_compared_and_no_others():
     drawn = check_same(runs)
     assert {n: tokens[0, 0] for n, tokens in drawn.items()} == {2: 1, 1: 7}
     runs[PIPELINED] = [run_of(1.0, first_token=7)]
-    with pytest.raises(TokensDiffer, match="depth 1, 2 devices drew 7 for sequence 0"):
+    with pytest.raises(TokensDiffer, match="depth 8, 2 devices drew 7 for sequence 0"):
         check_same(runs)
 
 
@@ -380,7 +380,7 @@ def test_a_soak_that_hangs_fails():
 
 def test_one_command_runs_scripts_and_names_what_fails(tmp_path):
     flags = ["--devices=2", "--geometry=tiny", "--cells=300", "--steps=5"]
-    flags += ["--large=tiny", f"--results={tmp_path}", "--commit=abc"]
+    flags += ["--large=tiny", f"--results={tmp_path}", f"--commit={COMMIT}"]
     command = [sys.executable, str(EXPERIMENTS / "devices.py"), *flags]
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     facts = dict(env=env, cwd=ROOT, capture_output=True, text=True)
@@ -391,7 +391,7 @@ def test_one_command_runs_scripts_and_names_what_fails(tmp_path):
     assert "--against must be a JSON of this script" in done.stderr
     for name in ("heads", "soak"):
         found = json.loads((tmp_path / f"gpus2_{name}.json").read_text())
-        assert (found["experiment"], found["commit"]) == (name, "abc")
+        assert (found["experiment"], found["commit"]) == (name, COMMIT)
         assert found["command"].startswith(f"python experiments/{name}.py --geometry")
     unknown = subprocess.run([*command, "--only=decode,all"], **facts)
     assert unknown.returncode == 2 and "got ['all']" in unknown.stderr
@@ -432,6 +432,10 @@ def test_goals_of_several_devices_are_there_once_one_is_measured():
     assert got[what.format(8, "in one process")] == "not measured"
     # They are no measurement of one GPU.
     assert got["share of the bound, 32,768 cells"] == "not measured"
+    void = met(result_of("bench_decode", row_of_many(share=1.02)))
+    gain = "gain over one GPU / that of the raw rates, 2 GPUs, in one process"
+    assert got[f"{gain}, 32,768 cells"] == "yes"
+    assert void[f"{gain}, 32,768 cells"] == "not measured"
 
 
 @pytest.mark.parametrize(

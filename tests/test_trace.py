@@ -14,7 +14,7 @@ from steps import (
     replaced,
     stepper,
 )
-from test_bench import run_all
+from test_bench import COMMIT, run_all
 from tolerance import assert_same_bits
 
 from experiments.trace_marks import (
@@ -384,7 +384,12 @@ def test_the_script_writes_trace_and_picture_and_refuses_the_rest(tmp_path):
     good = [
         *("--geometry=tiny", "--cells=300", "--batch=2", "--capacity=512"),
         *("--device_cells=128", "--depth=2", "--slot_mib=0.25", "--budget_mib=1"),
-        *("--steps=2", f"--json={paths[0]}", f"--plot={paths[1]}", "--commit=abc"),
+        *(
+            "--steps=2",
+            f"--json={paths[0]}",
+            f"--plot={paths[1]}",
+            f"--commit={COMMIT}",
+        ),
     ]
     ordered = ["--cells=200", "--depth=0", "--steps=1"]
     apart = ["--cells=200", "--slot_mib=0.25", "--steps=1", "--wait"]
@@ -400,7 +405,7 @@ def test_the_script_writes_trace_and_picture_and_refuses_the_rest(tmp_path):
     written = json.loads(paths[0].read_text())
     check_events(written["traceEvents"])
     about = written["otherData"]
-    assert about["commit"] == "abc"
+    assert about["commit"] == COMMIT
     assert (about["rows"][0]["steps"], about["rows"][0]["missed"]) == (2, 0)
     assert paths[1].stat().st_size > 1000
     assert plain[0] == 0, plain[2]

@@ -47,6 +47,11 @@ WAITING = flags.DEFINE_integer(
 )
 REPEATS = flags.DEFINE_integer("repeats", 3, "Runs of each arm.", lower_bound=1)
 COMMIT = flags.DEFINE_string("commit", None, "Of this code, where git can't tell.")
+flags.register_validator(
+    "commit",
+    lambda commit: commit is None or len(commit) == 40,
+    "must be the 40 digits of `git rev-parse HEAD`",
+)
 JSON = flags.DEFINE_string("json", None, "Writes the rows to this file.")
 
 
