@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_spans.cuh"
+#include "launch.h"
 
 namespace kvjax {
 namespace {
@@ -89,9 +90,11 @@ __global__ void __launch_bounds__(kFoldThreads)
       PartialOf(p, StartOf(p, blockIdx.z) - first, w.head, row) + at;
   const int stride = p.s.num_kv_heads * p.num_rows * (size + 2);
   const int begin = first < end ? first_group * kGroup : end;  // no block, no round
+#if KVJAX_EARLY
   // The kernel that wrote the blocks may still run; without this they are read before
   // they are there.
   cudaGridDependencySynchronize();
+#endif
   for (int round = begin; round < end; round += kFoldThreads) {
     const int i = threadIdx.x, block = round + i;
     const bool here = block >= first && block < end;

@@ -6,6 +6,12 @@
 
 #include "cuda_status.h"
 
+// Whether a kernel may start while the one in front of it ends. Code for a compute
+// capability below 9.0 can't wait for that one: then none does (CMakeLists.txt).
+#if !defined(KVJAX_EARLY)
+#define KVJAX_EARLY 1
+#endif
+
 namespace kvjax {
 
 struct Grid {
@@ -13,8 +19,8 @@ struct Grid {
   int threads;    // of a CTA
   int bytes = 0;  // of dynamic shared memory
   cudaStream_t stream;
-  // It may start before the kernel in front of it has ended, and waits for that one
-  // itself: cudaGridDependencySynchronize.
+  // It starts before the kernel in front of it has ended, if KVJAX_EARLY, and waits for
+  // that one itself: cudaGridDependencySynchronize.
   bool early = false;
 };
 
@@ -30,7 +36,7 @@ Status LaunchKernel(const Grid& grid, void (*kernel)(Params...), Args&&... args)
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &early;
-  config.numAttrs = grid.early ? 1 : 0;
+  config.numAttrs = grid.early && KVJAX_EARLY ? 1 : 0;
   return KVJAX_CUDA(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
 }
 

@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,31 @@ def test_import_is_light_and_starts_no_backend():
         f"print(*[name for name in '{heavy}'.split() if name in sys.modules])"
     )
     assert run_python(source).strip() == ""
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize(("architecture", "early"), [(80, 0), (90, 1), (120, 1)])
+def test_early_starts_are_compiled_where_a_gpu_has_them(tmp_path, architecture, early):
+    """As ops/CMakeLists.txt sets it for CUDAARCHS: below 9.0 no kernel can wait so."""
+    source = tmp_path / "fold.cu"
+    source.write_text(
+        '#include "attention_fold.cuh"\n'
+        "void* fold() { return (void*)kvjax::FoldKernel; }\n"
+    )
+    command = ["nvcc", "-std=c++17", "--expt-relaxed-constexpr", "-cubin", "-O1"]
+    command += [f"-arch=sm_{architecture}", f"-DKVJAX_EARLY={early}"]
+    command += [f"-I{ROOT / 'ops'}", "-o", str(tmp_path / "fold.cubin"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_early_starts_need_every_architecture_to_have_them():
+    text = (ROOT / "ops" / "CMakeLists.txt").read_text()
+    has_them = re.search(r'architecture MATCHES "(.*)"', text).group(1)
+    for name in ("90", "90a", "100-real", "120f", "90-virtual"):
+        assert re.match(has_them, name), name
+    for name in ("80", "75-real", "native", "all", "all-major", "9"):
+        assert not re.match(has_them, name), name
 
 
 def test_every_public_name_is_there_and_sorted():
