@@ -21,6 +21,7 @@ from kvjax.cache.state import Cache
 from kvjax.config import RingConfig
 from kvjax.delivery import ffi
 from kvjax.delivery.placement import Placement
+from kvjax.delivery.plan import plan_ring
 from kvjax.delivery.ring import Ring
 from kvjax.measurement import random_cache, spread
 from kvjax.model.transformer import ModelConfig
@@ -102,7 +103,7 @@ def run_alone(
         cache,
         *map(np.asarray, inputs),
         scale=placement.config.head_dim**-0.5,
-        slot_bytes=RINGS["ordered"].slot,
+        slot_bytes=plan_ring(placement, RINGS["ordered"]).slot_bytes,
         passes=passes,
     )
 

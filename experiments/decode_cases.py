@@ -13,7 +13,7 @@ from decode_rows import Arm, Case
 from jax.sharding import Mesh
 
 from kvjax.advice import GB
-from kvjax.config import MIB, CacheConfig, RingConfig
+from kvjax.config import MIB, MIN_SLOTS, CacheConfig, RingConfig
 from kvjax.delivery.allocate import (
     POOL_LIMIT,
     available_host_bytes,
@@ -21,7 +21,7 @@ from kvjax.delivery.allocate import (
     pool_limit_bytes,
 )
 from kvjax.delivery.placement import Placement
-from kvjax.delivery.plan import MARGIN_SLOTS, Decline, plan_ring
+from kvjax.delivery.plan import Decline, plan_ring
 from kvjax.measurement import WARMUP, device_memory
 from kvjax.model.transformer import ModelConfig
 
@@ -203,7 +203,7 @@ def find_declined(case: Case, places: dict[Arm, Placement]) -> dict[Arm, str]:
             continue
         ring = arm.ring
         if arm.name == "ordered":  # it takes no ring: only its slot must do
-            ring = replace(ring, depth=1, budget_bytes=MARGIN_SLOTS * ring.slot)
+            ring = replace(ring, depth=1, budget_bytes=MIN_SLOTS * ring.slot)
         plan = plan_ring(placement, ring)
         if isinstance(plan, Decline):
             declined[arm] = plan.reason

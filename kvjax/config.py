@@ -125,8 +125,9 @@ class RingConfig:
         has room for it; 0 = the ordered path, without a ring.
       budget_bytes: The most the ring may take of each device; None = 64 MiB, 0 = no
         ring.
-      slot_bytes: Size of a slot, the unit of delivery; None = 16 MiB, or half of a
-        smaller budget, or less where a layer's tail fits the budget (delivery/plan.py).
+      slot_bytes: Size of a slot, the unit of delivery; None = 16 MiB, or what makes two
+        or three slots of a smaller budget, or less where a layer's tail fits the
+        budget (delivery/plan.py).
       headroom_bytes: Device memory that must stay free beside the ring.
     """
 
@@ -150,7 +151,12 @@ class RingConfig:
 
     @property
     def slot(self) -> int:
-        """The slot's size in bytes, the default filled in."""
+        """The slot's size in bytes, the default filled in: before it is cut to a cache
+        (delivery/plan.py). Two slots at least: of a small budget a third would be a
+        small copy, which doesn't reach the link's rate.
+        """
         if self.slot_bytes is not None:
             return self.slot_bytes
-        return min(16 * MIB, self.budget // MIN_SLOTS)
+        if self.budget == 0:
+            return 16 * MIB
+        return min(16 * MIB, self.budget // (2 if self.budget < 32 * MIB else 3))

@@ -339,7 +339,8 @@ Status Fold(cudaStream_t stream, const Params& p, bool carries, int processors) 
     slices *= 2;
   }
   const dim3 grid(p.num_rows * slices, p.s.num_kv_heads, p.num_spans());
-  return LaunchKernel({grid, kFoldThreads, 0, stream, /*early=*/true}, FoldKernel, p,
+  const bool behind_split = p.num_blocks() > 0;
+  return LaunchKernel({grid, kFoldThreads, 0, stream, behind_split}, FoldKernel, p,
                       slices);
 }
 

@@ -159,12 +159,16 @@ std::vector<Span> ResidentSpans(const LayerShape& shape, const int32_t* lengths)
 std::vector<Segment> CutTail(const LayerShape& shape, const int32_t* lengths,
                              int64_t slot_bytes, bool even_end) {
   Cutter cutter(shape, slot_bytes);
-  for (int32_t b = 0; b < shape.num_seqs; ++b) {
+  int32_t end = shape.num_seqs;  // of those with live cells
+  while (end > 0 &&
+         TailStart(shape, lengths[end - 1]) >= StoredEnd(shape, lengths[end - 1])) {
+    --end;
+  }
+  for (int32_t b = 0; b < end; ++b) {
     const int64_t visible = FirstVisible(lengths[b], shape.window);
     const bool first = visible / kBlock * kBlock >= shape.device_cells;
     cutter.Add(b, lengths[b], TailStart(shape, lengths[b]),
-               StoredEnd(shape, lengths[b]), first,
-               even_end && b == shape.num_seqs - 1);
+               StoredEnd(shape, lengths[b]), first, even_end && b == end - 1);
   }
   return cutter.Take();
 }

@@ -70,7 +70,8 @@ std::vector<Span> ResidentSpans(const LayerShape& shape, const int32_t* lengths)
 // Cuts a layer's live tail cells into segments of at most slot_bytes, in the order in
 // which attention consumes them. Segments end at block borders or a sequence's end.
 // slot_bytes must hold a block (kBlock * row_bytes).
-//   even_end  the last sequence's last two segments share what is left for them
+//   even_end  the last sequence's last two segments share what is left for them; it is
+//             the last one with live cells
 std::vector<Segment> CutTail(const LayerShape& shape, const int32_t* lengths,
                              int64_t slot_bytes, bool even_end = false);
 

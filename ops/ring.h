@@ -41,9 +41,9 @@
 namespace kvjax {
 
 // Slots with which copies go on while a layer computes other things than attention: the
-// one being read and a margin of two. Two are enough where a layer's copies outlast
-// those things, if none of its segments is much smaller than the others (even_end):
-// what frees the other slot takes longer than to copy such a one.
+// one being read and a margin of two. Two are nearly as good where copying takes much
+// longer than computing, if a layer's last segment is not much smaller than the others
+// (even_end): what frees the other slot takes longer than to copy such a one.
 constexpr int64_t kMarginSlots = 3;
 constexpr int64_t kDefaultSlotBytes = 16 << 20;
 // Steps without a live tail cell after which a ring's memory is given back.

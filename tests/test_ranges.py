@@ -124,6 +124,25 @@ def test_segments_hold_whole_blocks_in_order(
             assert span["last"] or span["end_cell"] % BLOCK == 0
 
 
+@pytest.mark.parametrize(
+    ("lengths", "drawn"),
+    [
+        ([1124], "000011122"),
+        ([512], "00000...."),
+        ([513], "00011...."),
+        ([1124, 0, 0], "000011122\nD........\nD........"),
+        ([512, 1124], "00000....\n111122233"),
+        ([1124, 1124], "000011112\n222333444"),
+    ],
+)
+def test_the_last_two_segments_may_share_what_is_left(lengths, drawn):
+    """Slots of four blocks: no small segment at the end, and not more of them."""
+    launches = cut(lengths, tail=9, slot=4, even_end=1)
+    assert draw_blocks(launches, len(lengths), 9) == drawn
+    plain = cut(lengths, tail=9, slot=4)
+    assert len(launches["segments"]) == len(plain["segments"])
+
+
 def test_one_sequence_is_one_flat_copy_a_segment():
     """Whatever its window, and nothing but live cells.
 

@@ -1,5 +1,6 @@
 """Whether a cache gets a ring, of how many slots: a plan, or a decline with numbers."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from kvjax.cache.state import layer_bytes
@@ -8,7 +9,7 @@ from kvjax.delivery.placement import Placement
 from kvjax.shapes import BLOCK
 
 SLOT_ALIGN = 256  # bytes that a slot's start is a multiple of: kernels load by 16
-MARGIN_SLOTS = 3  # the one being read and a margin of two (ops/ring.h)
+MARGIN_SLOTS = 3  # of a ring that a layer fits, if it may choose (ops/ring.h)
 
 
 class Slots(NamedTuple):
@@ -28,15 +29,17 @@ class Decline(NamedTuple):
     Attributes:
       reason: A sentence, with its numbers.
       asked_for: It is what the settings ask for, not what they fail to give.
+      slot_bytes: What the ordered path copies at once, at most.
     """
 
     reason: str
     asked_for: bool = True
+    slot_bytes: int = RingConfig().slot
 
 
 def plan_ring(placement: Placement, config: RingConfig) -> Slots | Decline:
     """Decides before anything is allocated. No more slots than the device's tail fills,
-    and none larger than the largest layer's.
+    but two, and none larger than the largest layer's.
 
     Raises:
       ValueError: a slot does not hold one block of cells.
@@ -47,55 +50,49 @@ def plan_ring(placement: Placement, config: RingConfig) -> Slots | Decline:
     ]
     if not any(tails):
         return Decline("all cells lie on the device")
-    slot_bytes = slot_of(placement, config)
-    if config.depth == 0:
-        return Decline("depth is 0")
-    if config.budget == 0:
-        return Decline("budget_bytes is 0")
-    slot_bytes = min(slot_bytes, max(tails))
-    fits = max(tails) <= config.budget
-    if fits and config.slot_bytes is None:
-        slot_bytes = _even_share(placement, max(tails), config.budget, slot_bytes)
-    # A layer's copies that outlast a filled ring outlast what else the layer computes.
-    least = MARGIN_SLOTS if fits else MIN_SLOTS
-    useful = sum(-(-tail // slot_bytes) for tail in tails)
+    slot_bytes = at_once = slot_of(placement, config, max(tails))
     allowed = config.budget // slot_bytes
-    if allowed < least:
-        return Decline(
-            f"a ring needs {least} slots of {slot_bytes} bytes, "
-            f"{least * slot_bytes} in all, budget_bytes allows {config.budget}",
-            asked_for=False,
+    if allowed < MIN_SLOTS:  # then the budget says nothing of the ordered path
+        at_once = slot_of(placement, replace(config, budget_bytes=None), max(tails))
+    if config.depth == 0:
+        return Decline("depth is 0", slot_bytes=at_once)
+    if config.budget == 0:
+        return Decline("budget_bytes is 0", slot_bytes=at_once)
+    if allowed < MIN_SLOTS:
+        reason = (
+            f"a ring needs {MIN_SLOTS} slots of {slot_bytes} bytes, "
+            f"{MIN_SLOTS * slot_bytes} in all, budget_bytes allows {config.budget}"
         )
-    return Slots(max(least, min(allowed, useful)), slot_bytes)
+        return Decline(reason, asked_for=False, slot_bytes=at_once)
+    useful = sum(-(-tail // slot_bytes) for tail in tails)
+    return Slots(max(MIN_SLOTS, min(allowed, useful)), slot_bytes)
 
 
-def _even_share(placement: Placement, tail: int, budget: int, most: int) -> int:
-    """Of a layer's tail, so many bytes that its last slot is about as full as others.
+def slot_of(placement: Placement, config: RingConfig, tail: int) -> int:
+    """A slot's bytes, aligned, cut to the largest layer's `tail`; whole blocks, unless
+    a size was asked for.
 
-    Each segment takes a slot. Where a few segments make a layer, a small one at its end
-    would leave much of the ring empty while a step begins.
-    """
-    block = smallest_slot(placement)
-    most = max(block, min(most, budget // MARGIN_SLOTS))
-    shares = -(-tail // most)
-    return min(most, -(-tail // (shares * block)) * block)
-
-
-def slot_of(placement: Placement, config: RingConfig) -> int:
-    """A slot's bytes, aligned; at least a block's unless another size was asked for.
+    Each segment takes a slot, the last few cells of a layer as well. So a layer that
+    fits the ring makes even slots: else a good part of the ring would be empty while a
+    step begins.
 
     Raises:
       ValueError: a slot of the asked size does not hold one block of a device's heads.
     """
-    block_bytes = smallest_slot(placement)
-    if config.slot_bytes is None:
-        return max(config.slot // SLOT_ALIGN * SLOT_ALIGN, block_bytes)
-    if config.slot_bytes < block_bytes:
-        raise ValueError(
-            f"slot_bytes must hold one block of {BLOCK} cells, {block_bytes} bytes of "
-            f"this cache, got {config.slot_bytes}"
-        )
-    return config.slot_bytes // SLOT_ALIGN * SLOT_ALIGN
+    block = smallest_slot(placement)
+    if config.slot_bytes is not None:
+        if config.slot_bytes < block:
+            raise ValueError(
+                f"slot_bytes must hold one block of {BLOCK} cells, {block} bytes of "
+                f"this cache, got {config.slot_bytes}"
+            )
+        return min(config.slot_bytes // SLOT_ALIGN * SLOT_ALIGN, tail)
+    most = max(1, config.slot // block) * block
+    if tail > config.budget:
+        return min(most, tail)
+    most = min(most, max(1, config.budget // MARGIN_SLOTS // block) * block)
+    shares = -(-tail // most)
+    return -(-tail // (shares * block)) * block
 
 
 def smallest_slot(placement: Placement) -> int:

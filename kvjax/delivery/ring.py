@@ -211,7 +211,7 @@ def _open_native(
     emulation: Emulation | None,
 ) -> bool:
     if isinstance(plan, Decline):
-        plan, decline = Slots(0, config.slot), plan.reason
+        plan, decline = Slots(0, plan.slot_bytes), plan.reason
     else:
         decline = ""
     open_ring = _library(device).kvjax_ring_open

@@ -7,7 +7,8 @@
 //   ranges     the cut of a layer's tail, as JSON
 //
 // Flags of the first two: --seeds, --first, --workers, and --go_on=1 to go on after a
-// failure. Of ranges: --lengths=300,10, --slot_bytes, and the fields of LayerShape.
+// failure. Of ranges: --lengths=300,10, --slot_bytes, --even_end=1, and the
+// fields of LayerShape.
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -157,7 +158,8 @@ int PrintRanges(const std::vector<std::string>& args) {
       int32_t(lengths.size()),         int32_t(Number(args, "num_new", 1)),
       Number(args, "device_cells", 0), Number(args, "tail_cells", 0),
       Number(args, "row_bytes", 16),   Number(args, "window", 0)};
-  const auto segments = CutTail(shape, lengths.data(), Number(args, "slot_bytes", 0));
+  const auto segments = CutTail(shape, lengths.data(), Number(args, "slot_bytes", 0),
+                                Number(args, "even_end", 0) != 0);
   std::puts(Listing(ResidentSpans(shape, lengths.data()), segments).c_str());
   return 0;
 }
