@@ -154,7 +154,7 @@ DEVICE_CELLS = flags.DEFINE_list(
 ARM = flags.DEFINE_list("arms", ["device", "ordered", "pipelined"], f"Of {ARMS}.")
 DEPTH = flags.DEFINE_list("depth", [str(RingConfig().depth)], "Of rings.")
 SLOT_MIB = flags.DEFINE_list(
-    "slot_mib", [], "Of rings. Default: 16, or a third of a smaller --budget_mib."
+    "slot_mib", [], "Of rings. Default: RingConfig's (docs/delivery.md, Settings)."
 )
 BUDGET_MIB = flags.DEFINE_list(
     "budget_mib", [f"{RingConfig().budget / MIB:g}"], "Of rings."

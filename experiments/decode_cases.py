@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from caches import cache_of
+from caches import cache_of, ring_of
 from decode_rows import Arm, Case
 from jax.sharding import Mesh
 
 from kvjax.advice import GB
-from kvjax.config import MIB, MIN_SLOTS, CacheConfig, RingConfig
+from kvjax.config import MIN_SLOTS, CacheConfig, RingConfig
 from kvjax.delivery.allocate import (
     POOL_LIMIT,
     available_host_bytes,
@@ -64,14 +64,7 @@ def make_rings(
     settings = itertools.product(
         numbers("depth", depths), slots, numbers("budget_mib", budgets_mib, float)
     )
-    return [
-        RingConfig(
-            depth=depth,
-            slot_bytes=slot and round(slot * MIB),
-            budget_bytes=round(budget * MIB),
-        )
-        for depth, slot, budget in settings
-    ]
+    return [ring_of(depth, budget, slot) for depth, slot, budget in settings]
 
 
 def make_arms(

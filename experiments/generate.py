@@ -15,11 +15,12 @@ from pathlib import Path
 
 import jax
 from absl import app, flags, logging
+from caches import ring_of
 from jax.sharding import Mesh
 from tqdm import tqdm
 
 from kvjax.cache.state import Cache, cache_bytes
-from kvjax.config import CACHE_DTYPES, MIB, CacheConfig, RingConfig
+from kvjax.config import CACHE_DTYPES, CacheConfig, RingConfig
 from kvjax.delivery.allocate import footprint, init_cache
 from kvjax.delivery.placement import Placement, make_mesh
 from kvjax.delivery.plan import Decline, Slots, plan_ring
@@ -53,7 +54,10 @@ DEVICE_CELLS = flags.DEFINE_integer(
 )
 DTYPE = flags.DEFINE_enum("dtype", "bfloat16", CACHE_DTYPES, "Of the cache's cells.")
 DEPTH = flags.DEFINE_integer(
-    "depth", 1, "Attends that a delivery may run ahead; 0 = no ring.", lower_bound=0
+    "depth",
+    RingConfig().depth,
+    "Attends that a delivery may run ahead; 0 = no ring.",
+    lower_bound=0,
 )
 BUDGET_MIB = flags.DEFINE_float(
     "budget_mib", 64, "The most a ring takes of a device; 0 = no ring.", lower_bound=0
@@ -61,7 +65,7 @@ BUDGET_MIB = flags.DEFINE_float(
 SLOT_MIB = flags.DEFINE_float(
     "slot_mib",
     None,
-    "Size of a ring's slot. Default: 16, or a third of a smaller --budget_mib.",
+    "Size of a ring's slot. Default: RingConfig's (docs/delivery.md, Settings).",
     lower_bound=0,
 )
 CHUNK = flags.DEFINE_integer(
@@ -103,11 +107,7 @@ def main(argv: Sequence[str]) -> int:
             capacity=CAPACITY.value,
             device_cells=DEVICE_CELLS.value,
             cache_dtype=DTYPE.value,
-            ring_config=RingConfig(
-                depth=DEPTH.value,
-                budget_bytes=round(BUDGET_MIB.value * MIB),
-                slot_bytes=SLOT_MIB.value and round(SLOT_MIB.value * MIB),
-            ),
+            ring_config=ring_of(DEPTH.value, BUDGET_MIB.value, SLOT_MIB.value),
             chunk=CHUNK.value,
             max_new_tokens=MAX_NEW_TOKENS.value,
             ignore_eos=IGNORE_EOS.value,

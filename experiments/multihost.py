@@ -23,10 +23,10 @@ import jax
 import numpy as np
 import processes
 from absl import app, flags
-from caches import cache_of
+from caches import cache_of, ring_of
 from processes import say
 
-from kvjax.config import CACHE_DTYPES, MIB, RingConfig
+from kvjax.config import CACHE_DTYPES, RingConfig
 from kvjax.delivery import agreement
 from kvjax.delivery.allocate import footprint, init_cache
 from kvjax.delivery.placement import Placement, make_mesh
@@ -51,7 +51,7 @@ DEVICE_CELLS = flags.DEFINE_integer(
     "device_cells", 0, "Cells of each sequence that stay on the device.", lower_bound=0
 )
 DTYPE = flags.DEFINE_enum("dtype", "bfloat16", CACHE_DTYPES, "Of the cells.")
-DEPTH = flags.DEFINE_integer("depth", 1, "Of the ring; 0 = ordered.")
+DEPTH = flags.DEFINE_integer("depth", RingConfig().depth, "Of the ring; 0 = ordered.")
 BUDGET_MIB = flags.DEFINE_float(
     "budget_mib", 64, "Of each device's ring.", lower_bound=0
 )
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
             device_cells=DEVICE_CELLS.value,
             dtype=DTYPE.value,
             depth=DEPTH.value,
-            budget_bytes=round(BUDGET_MIB.value * MIB),
+            budget_mib=BUDGET_MIB.value,
             json_path=JSON.value,
         )
     except ValueError as error:
@@ -91,7 +91,7 @@ def decode(
     device_cells: int,
     dtype: str,
     depth: int,
-    budget_bytes: int,
+    budget_mib: float,
     json_path: str | None,
 ) -> None:
     agreement.check_equal(
@@ -115,7 +115,7 @@ def decode(
         placement = Placement(
             config=config, num_heads=model_config.num_heads, mesh=mesh
         )
-        return placement, RingConfig(depth=depth, budget_bytes=budget_bytes)
+        return placement, ring_of(depth, budget_mib, None)
 
     placement, ring_config = agreement.together(plan)
     say(describe(placement, ring_config))

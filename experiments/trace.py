@@ -23,7 +23,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from absl import app, flags, logging
-from caches import cache_of
+from caches import cache_of, ring_of
 from commit import COMMIT
 from decode_meshes import emulate
 from jax.sharding import Mesh
@@ -94,11 +94,7 @@ def main(argv: Sequence[str]) -> int:
             capacity=CAPACITY.value,
             device_cells=DEVICE_CELLS.value,
             devices=MESH.value,
-            ring_config=RingConfig(
-                depth=DEPTH.value,
-                slot_bytes=SLOT_MIB.value and round(SLOT_MIB.value * MIB),
-                budget_bytes=round(BUDGET_MIB.value * MIB),
-            ),
+            ring_config=ring_of(DEPTH.value, BUDGET_MIB.value, SLOT_MIB.value),
             dtype=DTYPE.value,
             steps=STEPS.value,
             wait=WAIT.value,

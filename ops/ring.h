@@ -62,26 +62,26 @@ struct RingSettings {
 };
 
 // What happened, counted where it happens. X(name): one count.
-#define KVJAX_RING_COUNTS(X)                                                      \
-  X(steps)            /* begins */                                                \
-  X(deliveries)       /* segments sent through slots */                           \
-  X(early_bytes)      /* live bytes of those */                                   \
-  X(ordered_bytes)    /* live bytes copied on the compute stream */               \
-  X(gap_bytes)        /* copied along between sequences, either way */            \
-  X(slot_reuses)      /* deliveries that had to wait for a slot's release */      \
-  X(ahead_used)       /* segments sent before their step began, and used */       \
-  X(ahead_dropped)    /* and not used: counted neither as deliveries nor bytes */ \
-  X(ordered_depth)    /* ordered attends: depth 0, declined or closed */          \
-  X(ordered_sequence) /* ordered attends: not the next one of the plan */         \
-  X(ordered_moved)    /* ordered attends: another tail than begin's */            \
-  X(skipped_attends)  /* attends of the plan that never came */                   \
-  X(dropped_plans)    /* steps that ended before their last attend */             \
-  X(moved_tails)      /* tails not where the last step or begin had them */       \
-  X(given_back)       /* times that an idle ring's memory was given back */       \
-  X(length_errors)    /* times that lengths did not fit the plan or the cells */  \
-  X(stop_slots)       /* times that issuing stopped for want of a slot */         \
-  X(stop_depth)       /* times that it stopped at the depth */                    \
-  X(ring_bytes)       /* device memory that the ring holds now */                 \
+#define KVJAX_RING_COUNTS(X)                                                        \
+  X(steps)            /* begins */                                                  \
+  X(deliveries)       /* segments sent through slots */                             \
+  X(early_bytes)      /* live bytes of those */                                     \
+  X(ordered_bytes)    /* live bytes copied on the compute stream */                 \
+  X(gap_bytes)        /* copied along between sequences, either way */              \
+  X(slot_reuses)      /* deliveries that had to wait for a slot's release */        \
+  X(ahead_used)       /* segments sent before their step began, and used */         \
+  X(ahead_dropped)    /* and not used: counted neither as deliveries nor bytes */   \
+  X(ordered_depth)    /* ordered attends: depth 0, declined or closed */            \
+  X(ordered_sequence) /* ordered attends: not the next one of the plan */           \
+  X(ordered_moved)    /* ordered attends: another tail than begin's */              \
+  X(skipped_attends)  /* attends of the plan that never came */                     \
+  X(dropped_plans)    /* steps that ended before their last attend */               \
+  X(moved_tails)      /* tails not where the last step or begin had them */         \
+  X(given_back)       /* times that an idle ring's memory was given back */         \
+  X(length_errors)    /* times that lengths did not fit the plan or the cells */    \
+  X(stop_slots)       /* times that issuing stopped for want of a slot */           \
+  X(stop_depth)       /* times that it stopped at the depth, or before an append */ \
+  X(ring_bytes)       /* device memory that the ring holds now */                   \
   X(num_slots)
 
 struct RingStats {

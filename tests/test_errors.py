@@ -267,6 +267,14 @@ def test_a_slot_must_hold_a_block(tiny, depth):
     Ring.open(tiny, RingConfig(slot_bytes=8192, depth=depth)).close()  # nothing is open
 
 
+@pytest.mark.parametrize("given", [3, dict(depth=1), RingConfig])
+def test_a_rings_settings_are_a_ring_config(tiny, given):
+    with pytest.raises(ValueError, match="a ring's settings are a RingConfig, got"):
+        Ring.open(tiny, given)
+    with pytest.raises(ValueError, match="a ring's settings are a RingConfig, got"):
+        Ring.open(tiny, per_device={jax.devices()[0]: given})
+
+
 # Steps
 
 

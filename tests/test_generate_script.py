@@ -30,10 +30,11 @@ CONFIG = {
 
 # Runs main for each list of arguments in one process: starting Python costs seconds.
 DRIVER = """
-import contextlib, importlib.util, io, json, sys
+import contextlib, importlib.util, io, json, os, sys
 from absl import flags
 from absl.testing import flagsaver
 
+sys.path.insert(0, os.path.dirname(sys.argv[1]))  # as for a script
 spec = importlib.util.spec_from_file_location("script", sys.argv[1])
 script = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script)
@@ -112,9 +113,9 @@ def test_the_places_of_all_bytes_come_before_the_text(in_the_tail):
     tail = 2 * 128 * RECORD_BYTES * LAYERS  # of one device: one of the three heads
     before, after = stdout.split("[0] ", 1)
     assert f"{tail:,} bytes pinned on the host for each device" in before
-    assert "3 slots of 32,768 bytes, 98,304 in all on each device" in before
+    assert "2 slots of 32,768 bytes, 65,536 in all on each device" in before
     assert written["table"]["tail_bytes"] == 3 * tail
-    assert written["table"]["ring_bytes"] == 3 * 98_304
+    assert written["table"]["ring_bytes"] == 3 * 65_536
     assert written["table"]["device_cell_bytes"] == 0
     assert "live bytes per token" in after
 
@@ -175,7 +176,10 @@ ERRORS = {
     "capacity": (["--capacity=9", "--max_new_tokens=200"], "the cache has 128"),
     "block": (["--device_cells=100"], "multiple of the block of 128 cells, got 100"),
     "cells": (["--device_cells=1280"], "exceed the capacity of 128 cells, got 1280"),
-    "budget": (["--budget_mib=1e6"], "budget_bytes must be between"),
+    "budget": (["--budget_mib=1e6"], "--budget_mib must be between 0 and 65536 MiB"),
+    "infinite": (["--budget_mib=inf"], "--budget_mib must be between 0 and 65536 MiB"),
+    "no number": (["--slot_mib=nan"], "--slot_mib must be between 0 and 65536 MiB"),
+    "no slot": (["--slot_mib=0"], "slot_bytes must be between 1024"),
     "depth": (["--depth=65"], "depth must be between 0 and 64, got 65"),
     "slot": (["--slot_mib=0.0001"], "slot_bytes must be between 1024"),
     "small slot": (["--slot_mib=0.01"], "slot_bytes must hold one block"),

@@ -97,10 +97,16 @@ class Ring:
           emulation: Of all or some emulated devices.
 
         Raises:
-          ValueError: the id's ring is open already, a slot holds no block, or the
-          native
-            library is missing. No device is left open then.
+          ValueError: the settings are no RingConfig, the id's ring is open already, a
+            slot holds no block, or the native library is missing. No device is left
+            open then.
         """
+        for given in (config, *(per_device or {}).values()):
+            if not isinstance(given, RingConfig | None):
+                raise ValueError(
+                    f"a ring's settings are a RingConfig, got {given!r}: "
+                    "Ring.open(placement, RingConfig(depth=...))"
+                )
         here = jax.process_index()
         local = [d for d in placement.mesh.devices.flat if d.process_index == here]
         if placement.backend == "reference":
