@@ -181,10 +181,7 @@ void Ring::CutAhead() {
       lengths[b] = int32_t(std::min(grown, shape.num_cells()));
     }
     auto [cut, is_new] = ahead_cuts_.try_emplace(KeyOf(shape));
-    if (is_new) {
-      cut->second =
-          CutTail(shape, lengths.data(), settings_.slot_bytes, settings_.even_end());
-    }
+    if (is_new) cut->second = CutOf(shape, lengths);
     attends_.push_back({attend.key, attend.tail, shape, &cut->second, num_segments});
     num_segments += int64_t(cut->second.size());
   }
@@ -235,11 +232,15 @@ const Tail* Ring::TailOf(int64_t layer) const {
 // The cut of a shape, made once a step.
 const std::vector<Segment>& Ring::Segments(const LayerShape& shape) {
   auto [cut, is_new] = cuts_.try_emplace(KeyOf(shape));
-  if (is_new) {
-    cut->second = CutTail(shape, plan_.lengths.data(), SegmentBytes(shape.row_bytes),
-                          settings_.even_end());
-  }
+  if (is_new) cut->second = CutOf(shape, plan_.lengths);
   return cut->second;
+}
+
+// As this ring delivers it: the same for a step and for what is sent ahead of it.
+std::vector<Segment> Ring::CutOf(const LayerShape& shape,
+                                 const std::vector<int32_t>& lengths) const {
+  return CutTail(shape, lengths.data(), SegmentBytes(shape.row_bytes),
+                 settings_.even_end());
 }
 
 // Issues deliveries in the order of consumption while depth and free slots allow.

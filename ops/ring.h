@@ -224,6 +224,8 @@ class Ring {
   void Count(const Segment& segment);
   const Tail* TailOf(int64_t layer) const;
   const std::vector<Segment>& Segments(const LayerShape& shape);
+  std::vector<Segment> CutOf(const LayerShape& shape,
+                             const std::vector<int32_t>& lengths) const;
   int64_t num_segments() const {
     return num_attends_ == 0 ? 0 : attends_[num_attends_ - 1].end_segment();
   }

@@ -87,7 +87,7 @@ def test_marks_last_as_long_as_the_work_that_they_are_of(driver: Path):
 @pytest.mark.parametrize("flags", [THREADS, ADDRESSES], ids=["thread", "address"])
 def test_a_sanitizer_finds_nothing(flags: tuple[str, ...], tmp_path: Path):
     program = sanitized(flags, tmp_path)
-    for mode, seeds in ("fuzz", 250), ("recording", 30):
+    for mode, seeds in ("fuzz", 400), ("recording", 40):
         done = play(program, mode, f"--seeds={seeds}", "--workers=4")
         assert_ok(done)
         assert "Sanitizer" not in done.stderr, done.stderr

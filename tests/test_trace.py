@@ -384,12 +384,8 @@ def test_the_script_writes_trace_and_picture_and_refuses_the_rest(tmp_path):
     good = [
         *("--geometry=tiny", "--cells=300", "--batch=2", "--capacity=512"),
         *("--device_cells=128", "--depth=2", "--slot_mib=0.25", "--budget_mib=1"),
-        *(
-            "--steps=2",
-            f"--json={paths[0]}",
-            f"--plot={paths[1]}",
-            f"--commit={COMMIT}",
-        ),
+        *("--steps=2", f"--commit={COMMIT}"),
+        *(f"--json={paths[0]}", f"--plot={paths[1]}"),
     ]
     ordered = ["--cells=200", "--depth=0", "--steps=1"]
     apart = ["--cells=200", "--slot_mib=0.25", "--steps=1", "--wait"]
