@@ -137,15 +137,14 @@ def attend_all(placement: Placement) -> Callable[..., list[jax.Array]]:
     num_layers = placement.config.num_layers
 
     def attend(q, rows, cache):
-        lengths, ticket, outs = cache.lengths, cache.stamp[:, 0].astype(jnp.int32), []
-        if cache.layers[0].tail is not None:
+        where, ticket = cache.lengths[:, None], cache.stamp[:, 0].astype(jnp.int32)
+        if cache.tail is not None:
             tokens = jnp.zeros((q.shape[0], 1), jnp.int32)
             plan = tuple((layer, None) for layer in range(num_layers))
-            given = tokens, lengths, cache.stamp, cache.layers, plan
-            _, ticket, _ = ffi.begin(placement, *given)
-        scale = placement.config.head_dim**-0.5
-        for layer, cells in enumerate(cache.layers):
-            given = q, rows, cells, lengths, lengths[:, None], ticket
+            _, ticket, _ = ffi.begin(placement, tokens, cache, plan)
+        scale, outs = placement.config.head_dim**-0.5, []
+        for layer in range(num_layers):
+            given = q, rows, cache, where, ticket
             out, ticket = ffi.attend(placement, layer, *given, scale=scale)
             outs.append(out)
         return outs

@@ -83,7 +83,7 @@ from decode_rows import (
 from paths import check_paths
 from probe import Probe, Shown, compare_logits, explain, same_bits
 from tqdm import tqdm
-from xla_alone import PlainTransformer
+from xla_alone import PlainPlacement, PlainTransformer
 
 from kvjax.advice import GB, cell_bytes
 from kvjax.cache.state import Cache
@@ -378,11 +378,11 @@ class Bench:
         self.piece_rates: dict[int, float] = {}
         self.probes: dict[Placement, Probe] = {}
         self.caches: dict[Placement, Cache] = {}
-        self.programs: dict[tuple[Placement, bool], Program] = {}
+        self.programs: dict[Placement, Program] = {}
 
     def turns(self, arms: list[Arm], case: Case) -> int:
         """Steps of the progress bar that a case takes."""
-        programs = {(self.place(arm, case), arm.plain) for arm in arms}
+        programs = {self.place(arm, case) for arm in arms}
         return len(programs) + len(arms) * 2 * self.effort.repeats
 
     def measure(self, arms: list[Arm], case: Case, bar: tqdm) -> list[dict]:
@@ -421,28 +421,27 @@ class Bench:
 
     def prepare(self, arms: list[Arm], case: Case, bar: tqdm) -> dict[Arm, Program]:
         """Fills cells and compiles; keeps what the case before had of the same kind."""
-        keys = {arm: (self.place(arm, case), arm.plain) for arm in arms}
-        places = {place for place, _ in keys.values()}
-        self.caches = {p: cache for p, cache in self.caches.items() if p in places}
-        kept = {key: made for key, made in self.programs.items() if key[0] in places}
-        self.programs = kept
-        self.probes = {p: probe for p, probe in self.probes.items() if p in places}
-        for arm, (place, plain) in keys.items():
+        places = {arm: self.place(arm, case) for arm in arms}
+        for made in (self.caches, self.programs, self.probes):
+            for place in made.keys() - places.values():
+                del made[place]
+        for arm, place in places.items():
             if place not in self.caches:
                 bar.set_description(f"{case.name}: filling {arm.label}")
-                self.caches[place] = random_cache(place, case.lengths)
-            if (place, plain) not in self.programs:
+                self.caches[place] = fill(place, case.lengths)
+            if place not in self.programs:
                 bar.set_description(f"{case.name}: compiling {arm.label}")
-                self.programs[place, plain] = self.program(place, plain)
+                self.programs[place] = self.program(place)
                 bar.update()
-        return {arm: self.programs[key] for arm, key in keys.items()}
+        return {arm: self.programs[place] for arm, place in places.items()}
 
     def place(self, arm: Arm, case: Case) -> Placement:
         return place_cells(arm, case, self.config, self.meshes, self.dtype)
 
-    def program(self, placement: Placement, plain: bool) -> Program:
+    def program(self, placement: Placement) -> Program:
         start = time.perf_counter()
         size = placement.mesh.size
+        plain = isinstance(placement, PlainPlacement)
         decoder = Decoder(self.plain if plain else self.models[size], placement)
         first = np.arange(7, 7 + placement.config.batch_size, dtype=np.int32)
         first = decoder.place(first % decoder.vocab_size)
@@ -586,6 +585,13 @@ class Bench:
             f"queries over both caches, is {same}equal to the bit. "
             + explain(labels, tuple(shown), parting.sequence, parting.tokens)
         )
+
+
+def fill(placement: Placement, lengths: Sequence[int]) -> Cache:
+    """A cache of random cells: the same at every placement."""
+    if isinstance(placement, PlainPlacement):
+        return placement.split(random_cache(placement.whole, lengths))
+    return random_cache(placement, lengths)
 
 
 def counts(ring: Ring | None) -> list[RingStats]:

@@ -1,6 +1,14 @@
-"""A model's cache, and its ring as scripts take one."""
+"""A model's cache, one of given cells, and its ring as scripts take one."""
 
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.state import Cache
 from kvjax.config import MAX_BUDGET_BYTES, MIB, CacheConfig, RingConfig
+from kvjax.delivery.placement import Placement
 from kvjax.model.transformer import ModelConfig
 
 
@@ -12,6 +20,24 @@ def cache_of(model: ModelConfig, **settings) -> CacheConfig:
         head_dim=model.head_dim,
         **settings,
     )
+
+
+def cache_with(
+    placement: Placement, layers: Iterable[np.ndarray], lengths: np.ndarray
+) -> Cache:
+    """A cache of these cells: each layer's [B, S, K', R], S being all cells."""
+    splits, parts = placement.config.layer_device_cells, ([], [])
+    for cells, split in zip(layers, splits, strict=True):
+        for part, held in zip(parts, (cells[:, :split], cells[:, split:]), strict=True):
+            part.append(held.reshape(-1, *held.shape[2:]))
+    where = placement.cache_shardings()
+    device, tail = (
+        to if to is None else jax.device_put(np.concatenate(part), to)
+        for part, to in zip(parts, (where.device, where.tail), strict=True)
+    )
+    lengths = jax.device_put(np.array(lengths, np.int32), where.lengths)
+    stamp = jnp.zeros((placement.mesh.size, 2), jnp.uint32, device=where.stamp)
+    return Cache(device, tail, lengths, stamp)
 
 
 def ring_of(depth: int, budget_mib: float, slot_mib: float | None) -> RingConfig:

@@ -4,7 +4,7 @@ import ctypes
 
 import numpy as np
 
-from kvjax.cache.state import Cache, LayerCells
+from kvjax.cache.state import Cache, layer_extents
 from kvjax.delivery import ffi
 from kvjax.delivery.placement import Placement
 
@@ -74,7 +74,7 @@ def copy_then_attend(
     (device,) = placement.mesh.devices.flat
     config = placement.config
     ordinal = device.id if device.platform == "cpu" else device.local_hardware_id
-    tails = (ctypes.c_void_p * config.num_layers)(*map(address, cache.layers))
+    tails = (ctypes.c_void_p * config.num_layers)(*addresses(placement, cache))
     lengths = np.asarray(cache.lengths)
     out = np.empty((config.num_layers, *q.shape[:3], config.value_dim), q.dtype)
     seconds, reason = ctypes.c_double(), ctypes.create_string_buffer(512)
@@ -98,7 +98,10 @@ def copy_then_attend(
     return seconds.value, out
 
 
-def address(cells: LayerCells) -> int:
-    """Where a layer's tail lies: pinned host memory, which the GPU reads too."""
-    (shard,) = cells.tail.addressable_shards
-    return shard.data.unsafe_buffer_pointer()
+def addresses(placement: Placement, cache: Cache) -> list[int]:
+    """Where each layer's tail lies: pinned host memory, which the GPU reads too."""
+    (shard,) = cache.tail.addressable_shards
+    start = shard.data.unsafe_buffer_pointer()
+    row_bytes = shard.data.nbytes // shard.data.shape[0]
+    extents = layer_extents(placement.config)
+    return [start + row_bytes * extent.tail.first for extent in extents]

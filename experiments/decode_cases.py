@@ -11,6 +11,7 @@ import numpy as np
 from caches import cache_of, ring_of
 from decode_rows import Arm, Case
 from jax.sharding import Mesh
+from xla_alone import PlainPlacement
 
 from kvjax.advice import GB
 from kvjax.config import MIN_SLOTS, CacheConfig, RingConfig
@@ -132,8 +133,8 @@ def place_cells(
     arm: Arm, case: Case, config: ModelConfig, meshes: Meshes, dtype: str
 ) -> Placement:
     cache = cache_config(arm, case, config, dtype)
-    mesh = meshes[arm.devices]
-    return Placement(config=cache, num_heads=config.num_heads, mesh=mesh)
+    kind = PlainPlacement if arm.plain else Placement
+    return kind(config=cache, num_heads=config.num_heads, mesh=meshes[arm.devices])
 
 
 def check_case(

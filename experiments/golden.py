@@ -25,11 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
+from caches import cache_with
 from commit import COMMIT
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from kvjax.cache.state import Cache, LayerCells
+from kvjax.cache.state import Cache
 from kvjax.config import CACHE_DTYPES, CacheConfig, RingConfig
 from kvjax.delivery.placement import Placement, make_mesh
 from kvjax.delivery.plan import smallest_slot
@@ -127,11 +128,11 @@ def hashes(head_dim: int, dtype: str, device_cells: int | None) -> dict[str, str
     placements = {g: place(head_dim, dtype, device_cells, g) for g in GROUPS}
     first = placements[GROUPS[0]]
     config = RingConfig(depth=2, slot_bytes=2 * smallest_slot(first))
-    cells = make_cells(first)
+    cache = make_cache(first)
     found = {}
     with Ring.open(first, config):
         for num_new, group in STEPS:
-            outs, cells = run(placements[group], num_new, cells)
+            outs, cache = run(placements[group], num_new, cache)
             start = f"head size {head_dim}, {dtype}, {num_new} new, group {group}"
             for name, out in outs.items():
                 digest = hashlib.sha256(np.asarray(out).tobytes()).hexdigest()
@@ -153,40 +154,35 @@ def place(head_dim: int, dtype: str, device_cells: int | None, group: int) -> Pl
     return Placement(config=config, num_heads=num_heads, mesh=make_mesh())
 
 
-def make_cells(placement: Placement) -> tuple[LayerCells, ...]:
-    """All layers' cells, also those at and above the lengths: nothing may see them."""
-    config, shardings = placement.config, placement.cache_shardings()
+def make_cache(placement: Placement) -> Cache:
+    """Cells of all layers, also at and above the lengths: nothing may see those."""
+    config = placement.config
     shape = (len(LENGTHS), config.num_cells, NUM_KV_HEADS, config.record_size)
     layers = []
-    for layer, where in enumerate(shardings.layers):
+    for layer in range(config.num_layers):
         records = numbers(shape, salt=1, dtype=config.dtype)
         if layer == 1:
             values = records[..., config.head_dim :]
             values[...] = denormal(values)
-        split = config.layer_device_cells[layer]
-        parts = zip((records[:, :split], records[:, split:]), where, strict=True)
-        layers.append(
-            LayerCells(*(jax.device_put(x, s) if s else None for x, s in parts))
-        )
-    return tuple(layers)
+        layers.append(records)
+    return cache_with(placement, layers, np.array(LENGTHS))
 
 
 def run(
-    placement: Placement, num_new: int, cells: tuple[LayerCells, ...]
-) -> tuple[dict[str, Array], tuple[LayerCells, ...]]:
-    """One step over the cells: the output of each variant, and the cells.
+    placement: Placement, num_new: int, cache: Cache
+) -> tuple[dict[str, Array], Cache]:
+    """One step over the cells below LENGTHS: the output of each variant, and the cache.
 
     Args:
-      placement: Of the cells; its query heads are those of one group size.
+      placement: Of the cache; its query heads are those of one group size.
       num_new: T; some sequences drop up to two of their rows.
-      cells: Donated. They may hold an earlier step's rows above the lengths.
+      cache: Donated. It may hold an earlier step's rows above LENGTHS.
     """
     shardings = placement.cache_shardings()
     lengths = jax.device_put(np.array(LENGTHS, np.int32), shardings.lengths)
-    stamp = jnp.zeros((1, 2), jnp.uint32, device=shardings.stamp)
+    cache = cache._replace(lengths=lengths, stamp=cache.stamp * 0)
     rows = jax.device_put(make_rows(placement, num_new), placement.sharding(P()))
-    outs, cache = program(placement)(Cache(cells, lengths, stamp), *rows)
-    return outs, cache.layers
+    return program(placement)(cache, *rows)
 
 
 def make_rows(placement: Placement, width: int) -> tuple[np.ndarray, ...]:

@@ -121,7 +121,7 @@ def decode(
     say(describe(placement, ring_config))
     with agreement.together(lambda: Ring.open(placement, ring_config)) as ring:
         cache = init_cache(placement)
-        held = [held_bytes(part) for cells in cache.layers for part in cells]
+        held = [held_bytes(part) for part in (cache.device, cache.tail)]
         platform = mesh.devices.flat[0].platform
         model = random_model(
             model_config,

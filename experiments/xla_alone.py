@@ -1,17 +1,50 @@
-"""The arm without kvjax: what a JAX user would write today over the same cache.
+"""The arm without kvjax: what a JAX user would write today over the same cells.
 
 Each layer's host array is put on the device inside the jit, the new row goes into both
 copies, attention is two einsums. XLA moves every cell of the capacity, live or not.
 """
 
+from dataclasses import dataclass, fields
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.formats import decode, encode
-from kvjax.cache.state import Cache, LayerCells
+from kvjax.cache.state import Cache, cells_of, layer_extents
 from kvjax.delivery.placement import Placement
 from kvjax.model.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainPlacement(Placement):
+    """All cells in the tail, which is an array [B, S, K, R] a layer.
+
+    Of a slice of one array XLA would make kernels that read the host, of a whole array
+    it makes a copy.
+    """
+
+    @property
+    def whole(self) -> Placement:
+        """Of the same cells in one array."""
+        return Placement(**{f.name: getattr(self, f.name) for f in fields(self)})
+
+    def cache_shardings(self) -> Cache:
+        each = self.sharding(self.head_spec, "pinned_host")
+        tails = (each,) * self.config.num_layers
+        return super().cache_shardings()._replace(tail=tails)
+
+    def split(self, cache: Cache) -> Cache:
+        """The cells of a cache of the placement `whole`, copied."""
+        tail, config = np.asarray(cache.tail), self.config
+        tails = tuple(
+            jax.device_put(cells_of(tail, extents.tail, config.batch_size), where)
+            for extents, where in zip(
+                layer_extents(config), self.cache_shardings().tail, strict=True
+            )
+        )
+        return cache._replace(tail=tails)
 
 
 class PlainStep:
@@ -21,7 +54,7 @@ class PlainStep:
         self.placement = placement
         self.positions = cache.lengths[:, None]
         self._cache = cache
-        self._layers = list(cache.layers)
+        self._tails = list(cache.tail)
 
     @classmethod
     def begin(
@@ -44,16 +77,17 @@ class PlainStep:
         scale: float,
     ) -> Float[Array, "B 1 N H"]:
         rows, lengths = encode(self.placement.config, k, v), self._cache.lengths
-        tail = self._layers[index].tail
+        tail = self._tails[index]
         cells = jax.device_put(tail, jax.memory.Space.Device)
         # The host is written after that copy, else XLA copies the tail to be safe.
         rows, cells = jax.lax.optimization_barrier((rows, cells))
-        self._layers[index] = LayerCells(None, write(tail, rows, lengths))
+        self._tails[index] = write(tail, rows, lengths)
         cells = write(cells, rows, lengths)
         return attend(q, *decode(self.placement.config, cells), lengths, scale)
 
     def end(self) -> Cache:
-        return Cache(tuple(self._layers), self._cache.lengths + 1, self._cache.stamp)
+        lengths = self._cache.lengths + 1
+        return self._cache._replace(tail=tuple(self._tails), lengths=lengths)
 
 
 class PlainTransformer(Transformer):

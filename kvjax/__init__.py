@@ -5,7 +5,7 @@ checkpoints and tokenizers are in `kvjax.model`. Importing kvjax starts no backe
 """
 
 from kvjax.advice import Costs, advise
-from kvjax.cache.state import Cache, LayerCells, cache_bytes, reset
+from kvjax.cache.state import Cache, LayerCells, cache_bytes, layer_cells, reset
 from kvjax.config import CacheConfig, RingConfig
 from kvjax.delivery.allocate import footprint, init_cache
 from kvjax.delivery.placement import Placement, device_bytes, make_mesh
@@ -30,6 +30,7 @@ __all__ = [
     "footprint",
     "info",
     "init_cache",
+    "layer_cells",
     "make_mesh",
     "reset",
 ]

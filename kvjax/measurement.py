@@ -24,10 +24,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from kvjax.advice import Costs, cell_bytes
-from kvjax.cache.state import Cache, LayerCells
+from kvjax.cache.state import Cache, LayerCells, layer_extents
 from kvjax.config import MIB, RingConfig
 from kvjax.delivery import ffi
-from kvjax.delivery.allocate import check_host
+from kvjax.delivery.allocate import init_cache
 from kvjax.delivery.placement import Placement
 from kvjax.generate import GREEDY, Decoder
 from kvjax.model.transformer import Leaf
@@ -182,21 +182,16 @@ def random_cache(placement: Placement, lengths: Sequence[int], seed: int = 0) ->
     Raises:
       ValueError: the host cannot hold the tails.
     """
-    check_host(placement)
-    shardings = placement.cache_shardings()
-    layers = []
-    for i, (cells, on_device) in enumerate(
-        zip(shardings.layers, placement.config.layer_device_cells, strict=True)
-    ):
-        drawn = _draw(placement, on_device)(jax.random.key(seed), i)
-        placed = [
-            x if s is None else jax.device_put(x, s) for x, s in zip(drawn, cells)
-        ]
-        layers.append(LayerCells(*placed))
-        jax.block_until_ready(placed)  # a layer at a time: drawing takes memory
-    empty = jnp.zeros((placement.mesh.size, 2), jnp.uint32, device=shardings.stamp)
-    cache = Cache(tuple(layers), _lengths(placement, lengths), empty)
-    return jax.block_until_ready(cache)
+    cache = init_cache(placement)
+    parts = [cache.device, cache.tail]
+    for i, extents in enumerate(layer_extents(placement.config)):
+        drawn = _draw(placement, extents.device.num_cells)(jax.random.key(seed), i)
+        for p, (extent, cells) in enumerate(zip(extents, drawn, strict=True)):
+            if cells is not None:
+                parts[p] = _store(placement)(parts[p], extent.first, cells)
+        jax.block_until_ready(parts)  # a layer at a time: drawing takes memory
+    device, tail = parts
+    return Cache(device, tail, _lengths(placement, lengths), cache.stamp)
 
 
 @functools.cache  # one compilation for all layers
@@ -213,6 +208,12 @@ def _draw(placement: Placement, on_device: int):
         return LayerCells(*(part if part.shape[1] else None for part in parts))
 
     return jax.jit(draw, out_shardings=placement.sharding(placement.head_spec))
+
+
+@functools.cache
+def _store(placement: Placement):
+    """A jitted (part, first, cells [B, S, K, R]) -> the part, those at row `first`."""
+    return jax.jit(functools.partial(ffi.store, placement), donate_argnums=0)
 
 
 def _lengths(placement: Placement, lengths: Sequence[int]) -> Int[Array, " B"]:

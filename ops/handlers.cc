@@ -7,9 +7,9 @@
 namespace kvjax {
 namespace {
 
-int64_t RowBytes(const ffi::AnyBuffer& cells) {
-  const auto dims = cells.dimensions();
-  return dims[2] * dims[3] * int64_t(ffi::ByteWidth(cells.element_type()));
+int64_t RowBytes(const ffi::AnyBuffer& part) {
+  const auto dims = part.dimensions();
+  return dims[1] * dims[2] * int64_t(ffi::ByteWidth(part.element_type()));
 }
 
 Status TypeOf(const ffi::AnyBuffer& buffer, const char* name, Type* type) {
@@ -33,25 +33,47 @@ Status CheckRank(const ffi::AnyBuffer& buffer, const char* name, size_t rank) {
                          " axes, got " + std::to_string(buffer.dimensions().size()));
 }
 
+// Whether `part` [rows, K, R] holds an extent of as many sequences as `rows`
+// [B, T, K, R], in such records.
+Status CheckExtent(const ffi::AnyBuffer& part, const Extent& extent,
+                   const ffi::AnyBuffer& rows) {
+  KVJAX_RETURN_IF_ERROR(CheckRank(part, "a part", 3));
+  KVJAX_RETURN_IF_ERROR(CheckRank(rows, "rows", 4));
+  const auto p = part.dimensions(), r = rows.dimensions();
+  const bool fits = p[1] == r[2] && p[2] == r[3] &&
+                    part.element_type() == rows.element_type() && extent.first >= 0 &&
+                    extent.num_cells > 0 &&
+                    extent.first + r[0] * extent.num_cells <= p[0];
+  if (fits) return Status::Ok();
+  return Status::Invalid("rows " + Text(rows) + " don't fit " +
+                         std::to_string(extent.num_cells) + " cells a sequence from " +
+                         std::to_string(extent.first) + " on in a part " + Text(part));
+}
+
 Status NoRing() { return Status::Invalid("there is no such ring"); }
 
 }  // namespace
 
 Status MakePlan(const BeginAttrs& attrs, const ffi::AnyBuffer& tokens,
-                const ffi::RemainingArgs& tails, StepPlan* plan) {
+                const ffi::AnyBuffer& tail, StepPlan* plan) {
   KVJAX_RETURN_IF_ERROR(CheckRank(tokens, "tokens", 2));
-  if (attrs.tail_layers.size() != tails.size() ||
-      attrs.first_cells.size() != tails.size() ||
+  KVJAX_RETURN_IF_ERROR(CheckRank(tail, "the tail", 3));
+  if (attrs.first_cells.size() != attrs.tail_layers.size() ||
       attrs.attend_layers.size() != attrs.attend_windows.size()) {
-    return Status::Invalid("begin needs one layer and first cell a tail");
+    return Status::Invalid("begin needs a first cell a layer and a window an attend");
   }
   plan->num_new = int32_t(tokens.dimensions()[1]);
-  for (size_t i = 0; i < tails.size(); ++i) {
-    const ffi::AnyBuffer tail = *tails.get<ffi::AnyBuffer>(i);
-    KVJAX_RETURN_IF_ERROR(CheckRank(tail, "a tail", 4));
-    plan->tails.push_back({attrs.tail_layers[i],
-                           static_cast<const char*>(tail.untyped_data()),
-                           attrs.first_cells[i], tail.dimensions()[1], RowBytes(tail)});
+  const int64_t num_seqs = tokens.dimensions()[0];
+  Extent extent{0, 0};
+  for (size_t i = 0; i < attrs.tail_layers.size(); ++i) {
+    extent.num_cells = attrs.num_cells - attrs.first_cells[i];
+    plan->tails.push_back({attrs.tail_layers[i], extent.In(tail), attrs.first_cells[i],
+                           extent.num_cells, RowBytes(tail)});
+    extent.first += num_seqs * extent.num_cells;
+  }
+  if (extent.first != tail.dimensions()[0]) {
+    return Status::Invalid("the tail " + Text(tail) + " should have " +
+                           std::to_string(extent.first) + " rows");
   }
   for (size_t i = 0; i < attrs.attend_layers.size(); ++i) {
     plan->attends.push_back({attrs.attend_layers[i], attrs.attend_windows[i]});
@@ -59,21 +81,23 @@ Status MakePlan(const BeginAttrs& attrs, const ffi::AnyBuffer& tokens,
   return Status::Ok();
 }
 
+char* Extent::In(const ffi::AnyBuffer& part) const {
+  return static_cast<char*>(part.untyped_data()) + first * RowBytes(part);
+}
+
 Status MakeShape(const AttendOperands& operands, const AttendAttrs& attrs,
                  AttentionShape* shape) {
   KVJAX_RETURN_IF_ERROR(CheckRank(operands.q, "q", 4));
   KVJAX_RETURN_IF_ERROR(CheckRank(operands.rows, "rows", 4));
   const auto q = operands.q.dimensions(), rows = operands.rows.dimensions();
-  int64_t capacity = 0;
-  for (size_t i = 0; i < operands.parts.size(); ++i) {
-    const ffi::AnyBuffer part = *operands.parts.get<ffi::AnyBuffer>(i);
-    const auto dims = part.dimensions();
-    if (dims.size() != 4 || dims[0] != rows[0] || dims[2] != rows[2] ||
-        dims[3] != rows[3] || part.element_type() != operands.rows.element_type()) {
-      return Status::Invalid("cells " + Text(part) + " don't fit rows " +
-                             Text(operands.rows));
+  size_t num_parts = 0;
+  for (const Extent& extent : {operands.device, operands.tail}) {
+    if (extent.num_cells == 0) continue;
+    if (num_parts == operands.parts.size()) {
+      return Status::Invalid("attend lacks a part");
     }
-    capacity += dims[1];
+    const ffi::AnyBuffer part = *operands.parts.get<ffi::AnyBuffer>(num_parts++);
+    KVJAX_RETURN_IF_ERROR(CheckExtent(part, extent, operands.rows));
   }
   *shape = {};
   shape->num_seqs = int32_t(q[0]);
@@ -83,7 +107,7 @@ Status MakeShape(const AttendOperands& operands, const AttendAttrs& attrs,
   shape->num_kv_heads = int32_t(rows[2]);
   shape->record_size = int32_t(rows[3]);
   shape->value_dim = int32_t(attrs.value_dim);
-  shape->capacity = int32_t(capacity);
+  shape->capacity = int32_t(operands.device.num_cells + operands.tail.num_cells);
   shape->window = int32_t(attrs.window);
   shape->scale = attrs.scale;
   shape->soft_cap = attrs.soft_cap;
@@ -102,36 +126,31 @@ Status MakeShape(const AttendOperands& operands, const AttendAttrs& attrs,
                          std::to_string(attrs.value_dim) + ", lengths or where");
 }
 
-Status MakeCall(const AttendOperands& operands, const AttentionShape& shape,
-                int64_t layer, int64_t window, int64_t device_cells, AttendCall* call) {
+AttendCall MakeCall(const AttendOperands& operands, const AttentionShape& shape,
+                    AttendKey key) {
   const size_t num_parts = operands.parts.size();
-  if (num_parts != (device_cells > 0 ? 2 : 1)) {
-    return Status::Invalid("attend of layer " + std::to_string(layer) + " got " +
-                           std::to_string(num_parts) + " parts");
-  }
   const ffi::AnyBuffer tail = *operands.parts.get<ffi::AnyBuffer>(num_parts - 1);
-  *call = {{layer, window}, shape.num_seqs,
-           shape.num_new,   RowBytes(tail),
-           device_cells,    tail.dimensions()[1],
-           nullptr,         static_cast<const char*>(tail.untyped_data())};
-  if (device_cells > 0) {
-    const ffi::AnyBuffer device = *operands.parts.get<ffi::AnyBuffer>(0);
-    call->device = static_cast<const char*>(device.untyped_data());
+  AttendCall call{key,
+                  shape.num_seqs,
+                  shape.num_new,
+                  RowBytes(tail),
+                  operands.device.num_cells,
+                  operands.tail.num_cells,
+                  nullptr,
+                  operands.tail.In(tail)};
+  if (call.device_cells > 0) {
+    call.device = operands.device.In(*operands.parts.get<ffi::AnyBuffer>(0));
   }
-  return Status::Ok();
+  return call;
 }
 
-Status CheckAppend(const ffi::AnyBuffer& cells, const ffi::AnyBuffer& rows,
-                   const ffi::Buffer<ffi::S32>& where) {
-  KVJAX_RETURN_IF_ERROR(CheckRank(cells, "cells", 4));
-  KVJAX_RETURN_IF_ERROR(CheckRank(rows, "rows", 4));
-  const auto c = cells.dimensions(), r = rows.dimensions();
-  if (c[0] == r[0] && c[2] == r[2] && c[3] == r[3] &&
-      cells.element_type() == rows.element_type() &&
-      int64_t(where.element_count()) == r[0] * r[1]) {
-    return Status::Ok();
-  }
-  return Status::Invalid("rows " + Text(rows) + " don't fit cells " + Text(cells));
+Status CheckAppend(const ffi::AnyBuffer& part, const Extent& extent,
+                   const ffi::AnyBuffer& rows, const ffi::Buffer<ffi::S32>& where) {
+  KVJAX_RETURN_IF_ERROR(CheckExtent(part, extent, rows));
+  const auto dims = rows.dimensions();
+  if (int64_t(where.element_count()) == dims[0] * dims[1]) return Status::Ok();
+  return Status::Invalid("rows " + Text(rows) + " don't fit where, which has " +
+                         std::to_string(where.element_count()) + " cells");
 }
 
 ffi::Error AbortStep(Ring& ring, Stream compute, const Status& status) {

@@ -8,7 +8,7 @@
 #include "registry.h"
 #include "xla/ffi/api/ffi.h"
 
-#define KVJAX_ABI 2
+#define KVJAX_ABI 3
 #define KVJAX_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace kvjax {
@@ -26,22 +26,31 @@ inline ffi::Error ToError(const Status& status) {
   }
 }
 
-// Bound by begin. Tails: operands tokens, lengths, stamp, then one tail a layer that
-// has one, in the order of `tail_layers`.
+// Bound by begin. The tail holds the layers of `tail_layers` one after another; each of
+// their sequences has `num_cells` cells, all but its first `first_cells` in the tail.
 struct BeginAttrs {
-  int64_t ring_id;
+  int64_t ring_id, num_cells;
   ffi::Span<const int64_t> tail_layers, first_cells, attend_layers, attend_windows;
 };
 
 // A step's plan out of begin's operands; lengths are filled in by the caller.
 Status MakePlan(const BeginAttrs& attrs, const ffi::AnyBuffer& tokens,
-                const ffi::RemainingArgs& tails, StepPlan* plan);
+                const ffi::AnyBuffer& tail, StepPlan* plan);
+
+// A layer within a part [rows, K, R]: cell s of sequence b is row
+// first + b * num_cells + s.
+struct Extent {
+  int64_t first, num_cells;
+
+  char* In(const ffi::AnyBuffer& part) const;
+};
 
 // What attend and its parts agree on.
 struct AttendOperands {
   ffi::AnyBuffer q, rows;
   ffi::Buffer<ffi::S32> lengths, where;
-  ffi::RemainingArgs parts;  // device cells, then tail; those that the layer has
+  ffi::RemainingArgs parts;  // device part, then tail; those that hold the layer
+  Extent device, tail;       // no cells: not among the parts
 };
 struct AttendAttrs {
   float scale, soft_cap;
@@ -51,13 +60,13 @@ struct AttendAttrs {
 Status MakeShape(const AttendOperands& operands, const AttendAttrs& attrs,
                  AttentionShape* shape);
 
-// The call of an attend over a tail.
-Status MakeCall(const AttendOperands& operands, const AttentionShape& shape,
-                int64_t layer, int64_t window, int64_t device_cells, AttendCall* call);
+// The call of an attend over a tail, whose operands MakeShape has checked.
+AttendCall MakeCall(const AttendOperands& operands, const AttentionShape& shape,
+                    AttendKey key);
 
-// One row of each [cells, rows] pair's shapes must fit the other.
-Status CheckAppend(const ffi::AnyBuffer& cells, const ffi::AnyBuffer& rows,
-                   const ffi::Buffer<ffi::S32>& where);
+// The extent must lie in the part, and rows must fit it.
+Status CheckAppend(const ffi::AnyBuffer& part, const Extent& extent,
+                   const ffi::AnyBuffer& rows, const ffi::Buffer<ffi::S32>& where);
 
 // The error of an attend that never came to its launches. The program ends with it, and
 // XLA frees its tails: what was sent is joined to `compute` first.

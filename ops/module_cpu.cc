@@ -55,18 +55,18 @@ ParallelFor OnPool(ffi::ThreadPool& pool) {
 }
 
 ffi::Error Begin(int32_t device, ffi::AnyBuffer tokens, ffi::Buffer<ffi::S32> lengths,
-                 ffi::Buffer<ffi::U32> stamp, ffi::RemainingArgs tails,
+                 ffi::Buffer<ffi::U32> stamp, ffi::AnyBuffer tail,
                  ffi::Result<ffi::AnyBuffer> tokens_out,
                  ffi::Result<ffi::Buffer<ffi::S32>> ticket,
                  ffi::Result<ffi::Buffer<ffi::U32>> stamp_out, int64_t ring_id,
-                 ffi::Span<const int64_t> tail_layers,
+                 int64_t num_cells, ffi::Span<const int64_t> tail_layers,
                  ffi::Span<const int64_t> first_cells,
                  ffi::Span<const int64_t> attend_layers,
                  ffi::Span<const int64_t> attend_windows) {
   StepPlan plan;
-  const BeginAttrs attrs{ring_id, tail_layers, first_cells, attend_layers,
-                         attend_windows};
-  const Status made = MakePlan(attrs, tokens, tails, &plan);
+  const BeginAttrs attrs{ring_id,     num_cells,     tail_layers,
+                         first_cells, attend_layers, attend_windows};
+  const Status made = MakePlan(attrs, tokens, tail, &plan);
   if (!made.ok()) return ToError(made);
   plan.lengths.assign(lengths.typed_data(),
                       lengths.typed_data() + lengths.element_count());
@@ -85,37 +85,45 @@ ffi::Error Begin(int32_t device, ffi::AnyBuffer tokens, ffi::Buffer<ffi::S32> le
   return ToError(ring->Begin(kInlineStream, std::move(plan)));
 }
 
-ffi::Error AppendDevice(ffi::AnyBuffer cells, ffi::AnyBuffer rows,
-                        ffi::Buffer<ffi::S32> where, ffi::Buffer<ffi::S32>,
-                        ffi::Result<ffi::AnyBuffer> out) {
-  const Status fits = CheckAppend(cells, rows, where);
-  if (!fits.ok()) return ToError(fits);
-  if (out->untyped_data() != cells.untyped_data()) {
-    std::memcpy(out->untyped_data(), cells.untyped_data(), cells.size_bytes());
+Status Append(const ffi::AnyBuffer& part, const Extent& extent,
+              const ffi::AnyBuffer& rows, const ffi::Buffer<ffi::S32>& where,
+              ffi::AnyBuffer& out) {
+  KVJAX_RETURN_IF_ERROR(CheckAppend(part, extent, rows, where));
+  if (out.untyped_data() != part.untyped_data()) {
+    std::memcpy(out.untyped_data(), part.untyped_data(), part.size_bytes());
   }
   const auto dims = rows.dimensions();
-  const int64_t num_cells = cells.dimensions()[1];
   const int64_t row_bytes =
       dims[2] * dims[3] * int64_t(ffi::ByteWidth(rows.element_type()));
-  char* target = static_cast<char*>(out->untyped_data());
+  char* target = extent.In(out);
   const char* source = static_cast<const char*>(rows.untyped_data());
   for (int64_t i = 0; i < dims[0] * dims[1]; ++i) {
     const int64_t cell = where.typed_data()[i];
-    if (cell < 0 || cell >= num_cells) continue;
-    const int64_t at = i / dims[1] * num_cells + cell;
+    if (cell < 0 || cell >= extent.num_cells) continue;
+    const int64_t at = i / dims[1] * extent.num_cells + cell;
     std::memcpy(target + at * row_bytes, source + i * row_bytes, row_bytes);
   }
-  return ffi::Error::Success();
+  return Status::Ok();
 }
 
-ffi::Error AppendRing(int32_t device, ffi::AnyBuffer cells, ffi::AnyBuffer rows,
-                      ffi::Buffer<ffi::S32> where, ffi::Buffer<ffi::S32> ticket,
-                      ffi::Result<ffi::AnyBuffer> out, int64_t ring_id) {
-  const ffi::Error error = AppendDevice(cells, rows, where, ticket, out);
+ffi::Error AppendDevice(ffi::AnyBuffer part, ffi::AnyBuffer rows,
+                        ffi::Buffer<ffi::S32> where, ffi::Buffer<ffi::S32>,
+                        ffi::Result<ffi::AnyBuffer> out, int64_t first,
+                        int64_t num_cells) {
+  return ToError(Append(part, {first, num_cells}, rows, where, *out));
+}
+
+ffi::Error AppendRing(int32_t device, ffi::AnyBuffer part, ffi::AnyBuffer rows,
+                      ffi::Buffer<ffi::S32> where, ffi::Buffer<ffi::S32>,
+                      ffi::Result<ffi::AnyBuffer> out, int64_t first, int64_t num_cells,
+                      int64_t ring_id) {
+  const Extent extent{first, num_cells};
+  const Status status = Append(part, extent, rows, where, *out);
   const auto ring = RingOf(ring_id, device);
+  if (!status.ok()) return AbortStep(*ring, kInlineStream, status);
   std::lock_guard<std::mutex> lock(ring->mutex());
-  ring->NoteAppend(static_cast<const char*>(out->untyped_data()));
-  return error;
+  ring->NoteAppend(extent.In(*out));
+  return ffi::Error::Success();
 }
 
 ffi::Error AttendRing(int32_t device, ffi::ThreadPool pool, ffi::AnyBuffer q,
@@ -124,16 +132,15 @@ ffi::Error AttendRing(int32_t device, ffi::ThreadPool pool, ffi::AnyBuffer q,
                       ffi::RemainingArgs parts, ffi::Result<ffi::AnyBuffer> out,
                       ffi::Result<ffi::Buffer<ffi::S32>> ticket_out, float scale,
                       float soft_cap, int64_t window, int64_t value_dim,
-                      int64_t ring_id, int64_t layer, int64_t device_cells) {
+                      int64_t device_first, int64_t device_cells, int64_t tail_first,
+                      int64_t tail_cells, int64_t ring_id, int64_t layer) {
+  const Extent on_device{device_first, device_cells}, in_tail{tail_first, tail_cells};
+  const AttendOperands operands{q, rows, lengths, where, parts, on_device, in_tail};
   AttentionShape shape;
-  AttendCall call;
-  const AttendOperands operands{q, rows, lengths, where, parts};
   Status status = MakeShape(operands, {scale, soft_cap, window, value_dim}, &shape);
-  if (status.ok()) {
-    status = MakeCall(operands, shape, layer, window, device_cells, &call);
-  }
   const auto ring = RingOf(ring_id, device);
   if (!status.ok()) return AbortStep(*ring, kInlineStream, status);
+  const AttendCall call = MakeCall(operands, shape, {layer, window});
 
   std::vector<float> state(int64_t(shape.num_seqs) * shape.num_kv_heads * shape.rows() *
                            StateFloats(shape.value_dim));
@@ -170,9 +177,10 @@ ffi::Error AttendDevice(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer r
                         ffi::Result<ffi::AnyBuffer> out,
                         ffi::Result<ffi::Buffer<ffi::S32>> ticket_out,
                         ffi::Result<ffi::Buffer<ffi::F32>>, float scale, float soft_cap,
-                        int64_t window, int64_t value_dim) {
+                        int64_t window, int64_t value_dim, int64_t first,
+                        int64_t num_cells) {
   AttentionShape shape;
-  const AttendOperands operands{q, rows, lengths, where, parts};
+  const AttendOperands operands{q, rows, lengths, where, parts, {first, num_cells}, {}};
   const Status status =
       MakeShape(operands, {scale, soft_cap, window, value_dim}, &shape);
   if (!status.ok()) return ToError(status);
@@ -187,12 +195,11 @@ ffi::Error AttendDevice(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer r
                                  out->untyped_data(),
                                  state.data(),
                                  &error};
-  const ffi::AnyBuffer cells = *parts.get<ffi::AnyBuffer>(0);
   const int64_t row_bytes =
       int64_t(shape.num_kv_heads) * shape.record_size * SizeOf(shape.cell_type);
   const LayerShape layer{shape.num_seqs, shape.num_new, shape.capacity, 0,
                          row_bytes,      window};
-  AttendSpans(shape, buffers, static_cast<const char*>(cells.untyped_data()),
+  AttendSpans(shape, buffers, operands.device.In(*parts.get<ffi::AnyBuffer>(0)),
               ResidentSpans(layer, lengths.typed_data()), OnPool(pool));
   *ticket_out->typed_data() = *ticket.typed_data();
   return ffi::Error::Success();
@@ -219,11 +226,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_begin, kvjax::Begin,
                                   .Arg<AnyBuffer>()    // tokens
                                   .Arg<Buffer<S32>>()  // lengths
                                   .Arg<Buffer<U32>>()  // stamp
-                                  .RemainingArgs()     // tails
+                                  .Arg<AnyBuffer>()    // tail
                                   .Ret<AnyBuffer>()    // tokens
                                   .Ret<Buffer<S32>>()  // ticket
                                   .Ret<Buffer<U32>>()  // stamp
                                   .Attr<int64_t>("ring_id")
+                                  .Attr<int64_t>("num_cells")
                                   .Attr<Span<const int64_t>>("tail_layers")
                                   .Attr<Span<const int64_t>>("first_cells")
                                   .Attr<Span<const int64_t>>("attend_layers")
@@ -231,20 +239,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_begin, kvjax::Begin,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_append_device, kvjax::AppendDevice,
                               Ffi::Bind()
-                                  .Arg<AnyBuffer>()    // cells
+                                  .Arg<AnyBuffer>()    // part
                                   .Arg<AnyBuffer>()    // rows
                                   .Arg<Buffer<S32>>()  // where
                                   .Arg<Buffer<S32>>()  // ticket
-                                  .Ret<AnyBuffer>());  // cells
+                                  .Ret<AnyBuffer>()    // part
+                                  .Attr<int64_t>("first")
+                                  .Attr<int64_t>("num_cells"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_append_ring, kvjax::AppendRing,
                               Ffi::Bind()
                                   .Ctx<DeviceOrdinal>()
-                                  .Arg<AnyBuffer>()    // cells
+                                  .Arg<AnyBuffer>()    // part
                                   .Arg<AnyBuffer>()    // rows
                                   .Arg<Buffer<S32>>()  // where
                                   .Arg<Buffer<S32>>()  // ticket
-                                  .Ret<AnyBuffer>()    // cells
+                                  .Ret<AnyBuffer>()    // part
+                                  .Attr<int64_t>("first")
+                                  .Attr<int64_t>("num_cells")
                                   .Attr<int64_t>("ring_id"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_ring, kvjax::AttendRing,
@@ -256,16 +268,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_ring, kvjax::AttendRing,
                                   .Arg<Buffer<S32>>()  // lengths
                                   .Arg<Buffer<S32>>()  // where
                                   .Arg<Buffer<S32>>()  // ticket
-                                  .RemainingArgs()     // device cells, tail
+                                  .RemainingArgs()     // device part, tail
                                   .Ret<AnyBuffer>()    // out
                                   .Ret<Buffer<S32>>()  // ticket
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap")
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("value_dim")
+                                  .Attr<int64_t>("device_first")
+                                  .Attr<int64_t>("device_num_cells")
+                                  .Attr<int64_t>("tail_first")
+                                  .Attr<int64_t>("tail_num_cells")
                                   .Attr<int64_t>("ring_id")
-                                  .Attr<int64_t>("layer")
-                                  .Attr<int64_t>("device_cells"));
+                                  .Attr<int64_t>("layer"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_device, kvjax::AttendDevice,
                               Ffi::Bind()
@@ -275,14 +290,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_device, kvjax::AttendDevice,
                                   .Arg<Buffer<S32>>()  // lengths
                                   .Arg<Buffer<S32>>()  // where
                                   .Arg<Buffer<S32>>()  // ticket
-                                  .RemainingArgs()     // cells
+                                  .RemainingArgs()     // device part
                                   .Ret<AnyBuffer>()    // out
                                   .Ret<Buffer<S32>>()  // ticket
                                   .Ret<Buffer<F32>>()  // workspace
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap")
                                   .Attr<int64_t>("window")
-                                  .Attr<int64_t>("value_dim"));
+                                  .Attr<int64_t>("value_dim")
+                                  .Attr<int64_t>("device_first")
+                                  .Attr<int64_t>("device_num_cells"));
 
 #pragma GCC visibility pop
 

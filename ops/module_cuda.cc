@@ -29,9 +29,9 @@ CudaTransport& TransportOf(Ring& ring) {
 // The stage before a program runs, which XLA fences: all that may allocate or load.
 ffi::Error BeginInitialize(int32_t device, ffi::AnyBuffer,
                            ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::U32>,
-                           ffi::RemainingArgs, ffi::Result<ffi::AnyBuffer>,
+                           ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>,
                            ffi::Result<ffi::Buffer<ffi::S32>>,
-                           ffi::Result<ffi::Buffer<ffi::U32>>, int64_t ring_id,
+                           ffi::Result<ffi::Buffer<ffi::U32>>, int64_t ring_id, int64_t,
                            ffi::Span<const int64_t>, ffi::Span<const int64_t>,
                            ffi::Span<const int64_t>, ffi::Span<const int64_t>) {
   Status status = PrepareAttention(device);
@@ -46,17 +46,17 @@ ffi::Error BeginInitialize(int32_t device, ffi::AnyBuffer,
 
 ffi::Error Begin(cudaStream_t stream, int32_t device, ffi::AnyBuffer tokens,
                  ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::U32> stamp,
-                 ffi::RemainingArgs tails, ffi::Result<ffi::AnyBuffer> tokens_out,
+                 ffi::AnyBuffer tail, ffi::Result<ffi::AnyBuffer> tokens_out,
                  ffi::Result<ffi::Buffer<ffi::S32>> ticket,
                  ffi::Result<ffi::Buffer<ffi::U32>> stamp_out, int64_t ring_id,
-                 ffi::Span<const int64_t> tail_layers,
+                 int64_t num_cells, ffi::Span<const int64_t> tail_layers,
                  ffi::Span<const int64_t> first_cells,
                  ffi::Span<const int64_t> attend_layers,
                  ffi::Span<const int64_t> attend_windows) {
   StepPlan plan;
-  const BeginAttrs attrs{ring_id, tail_layers, first_cells, attend_layers,
-                         attend_windows};
-  Status status = MakePlan(attrs, tokens, tails, &plan);
+  const BeginAttrs attrs{ring_id,     num_cells,     tail_layers,
+                         first_cells, attend_layers, attend_windows};
+  Status status = MakePlan(attrs, tokens, tail, &plan);
   if (!status.ok()) return ToError(status);
   const auto ring = RingOf(ring_id, device);
   int32_t* words = TransportOf(*ring).words();
@@ -89,35 +89,41 @@ ffi::Error Begin(cudaStream_t stream, int32_t device, ffi::AnyBuffer tokens,
   return ToError(ring->Begin(stream, std::move(plan)));
 }
 
-ffi::Error AppendDevice(cudaStream_t stream, ffi::AnyBuffer cells, ffi::AnyBuffer rows,
-                        ffi::Buffer<ffi::S32> where, ffi::Buffer<ffi::S32>,
-                        ffi::Result<ffi::AnyBuffer> out) {
-  Status status = CheckAppend(cells, rows, where);
-  if (!status.ok()) return ToError(status);
-  char* target = static_cast<char*>(out->untyped_data());
-  if (target != cells.untyped_data()) {
-    status = KVJAX_CUDA(cudaMemcpyAsync(target, cells.untyped_data(),
-                                        cells.size_bytes(), cudaMemcpyDefault, stream));
-    if (!status.ok()) return ToError(status);
+Status Append(cudaStream_t stream, const ffi::AnyBuffer& part, const Extent& extent,
+              const ffi::AnyBuffer& rows, const ffi::Buffer<ffi::S32>& where,
+              ffi::AnyBuffer& out) {
+  KVJAX_RETURN_IF_ERROR(CheckAppend(part, extent, rows, where));
+  if (out.untyped_data() != part.untyped_data()) {
+    KVJAX_RETURN_IF_ERROR(
+        KVJAX_CUDA(cudaMemcpyAsync(out.untyped_data(), part.untyped_data(),
+                                   part.size_bytes(), cudaMemcpyDefault, stream)));
   }
   const auto dims = rows.dimensions();
   const int64_t row_bytes =
       dims[2] * dims[3] * int64_t(ffi::ByteWidth(rows.element_type()));
-  status = LaunchAppend(stream, static_cast<const char*>(rows.untyped_data()),
-                        where.typed_data(), dims[0], dims[1], cells.dimensions()[1],
-                        row_bytes, target);
-  return ToError(status);
+  return LaunchAppend(stream, static_cast<const char*>(rows.untyped_data()),
+                      where.typed_data(), dims[0], dims[1], extent.num_cells, row_bytes,
+                      extent.In(out));
 }
 
-ffi::Error AppendRing(cudaStream_t stream, int32_t device, ffi::AnyBuffer cells,
+ffi::Error AppendDevice(cudaStream_t stream, ffi::AnyBuffer part, ffi::AnyBuffer rows,
+                        ffi::Buffer<ffi::S32> where, ffi::Buffer<ffi::S32>,
+                        ffi::Result<ffi::AnyBuffer> out, int64_t first,
+                        int64_t num_cells) {
+  return ToError(Append(stream, part, {first, num_cells}, rows, where, *out));
+}
+
+ffi::Error AppendRing(cudaStream_t stream, int32_t device, ffi::AnyBuffer part,
                       ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> where,
-                      ffi::Buffer<ffi::S32> ticket, ffi::Result<ffi::AnyBuffer> out,
-                      int64_t ring_id) {
-  const ffi::Error error = AppendDevice(stream, cells, rows, where, ticket, out);
+                      ffi::Buffer<ffi::S32>, ffi::Result<ffi::AnyBuffer> out,
+                      int64_t first, int64_t num_cells, int64_t ring_id) {
+  const Extent extent{first, num_cells};
+  const Status status = Append(stream, part, extent, rows, where, *out);
   const auto ring = RingOf(ring_id, device);
+  if (!status.ok()) return AbortStep(*ring, stream, status);
   std::lock_guard<std::mutex> lock(ring->mutex());
-  ring->NoteAppend(static_cast<const char*>(out->untyped_data()));
-  return error;
+  ring->NoteAppend(extent.In(*out));
+  return ffi::Error::Success();
 }
 
 template <typename T>
@@ -138,16 +144,15 @@ ffi::Error AttendRing(cudaStream_t stream, int32_t device,
                       ffi::RemainingArgs parts, ffi::Result<ffi::AnyBuffer> out,
                       ffi::Result<ffi::Buffer<ffi::S32>> ticket_out, float scale,
                       float soft_cap, int64_t window, int64_t value_dim,
-                      int64_t ring_id, int64_t layer, int64_t device_cells) {
+                      int64_t device_first, int64_t device_cells, int64_t tail_first,
+                      int64_t tail_cells, int64_t ring_id, int64_t layer) {
+  const Extent on_device{device_first, device_cells}, in_tail{tail_first, tail_cells};
+  const AttendOperands operands{q, rows, lengths, where, parts, on_device, in_tail};
   AttentionShape shape;
-  AttendCall call;
-  const AttendOperands operands{q, rows, lengths, where, parts};
   Status status = MakeShape(operands, {scale, soft_cap, window, value_dim}, &shape);
-  if (status.ok()) {
-    status = MakeCall(operands, shape, layer, window, device_cells, &call);
-  }
   const auto ring = RingOf(ring_id, device);
   if (!status.ok()) return AbortStep(*ring, stream, status);
+  const AttendCall call = MakeCall(operands, shape, {layer, window});
 
   float* state = nullptr;
   const int64_t states = int64_t(shape.num_seqs) * shape.num_kv_heads * shape.rows();
@@ -196,9 +201,10 @@ ffi::Error AttendDevice(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer ro
                         ffi::Result<ffi::AnyBuffer> out,
                         ffi::Result<ffi::Buffer<ffi::S32>> ticket_out,
                         ffi::Result<ffi::Buffer<ffi::F32>> workspace, float scale,
-                        float soft_cap, int64_t window, int64_t value_dim) {
+                        float soft_cap, int64_t window, int64_t value_dim,
+                        int64_t first, int64_t num_cells) {
   AttentionShape shape;
-  const AttendOperands operands{q, rows, lengths, where, parts};
+  const AttendOperands operands{q, rows, lengths, where, parts, {first, num_cells}, {}};
   Status status = MakeShape(operands, {scale, soft_cap, window, value_dim}, &shape);
   if (!status.ok()) return ToError(status);
   const int64_t blocks = int64_t(shape.num_seqs) * shape.capacity / kBlock;
@@ -212,9 +218,8 @@ ffi::Error AttendDevice(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer ro
                                  out->untyped_data(),
                                  nullptr,
                                  nullptr};
-  const ffi::AnyBuffer cells = *parts.get<ffi::AnyBuffer>(0);
   status = LaunchDevice(stream, shape, buffers,
-                        static_cast<const char*>(cells.untyped_data()),
+                        operands.device.In(*parts.get<ffi::AnyBuffer>(0)),
                         workspace->typed_data());
   if (status.ok() && ticket_out->untyped_data() != ticket.untyped_data()) {
     status =
@@ -236,11 +241,12 @@ using CudaStream = ffi::PlatformStream<cudaStream_t>;
       .Arg<ffi::AnyBuffer>()        /* tokens */       \
       .Arg<ffi::Buffer<ffi::S32>>() /* lengths */      \
       .Arg<ffi::Buffer<ffi::U32>>() /* stamp */        \
-      .RemainingArgs()              /* tails */        \
+      .Arg<ffi::AnyBuffer>()        /* tail */         \
       .Ret<ffi::AnyBuffer>()        /* tokens */       \
       .Ret<ffi::Buffer<ffi::S32>>() /* ticket */       \
       .Ret<ffi::Buffer<ffi::U32>>() /* stamp */        \
       .Attr<int64_t>("ring_id")                        \
+      .Attr<int64_t>("num_cells")                      \
       .Attr<ffi::Span<const int64_t>>("tail_layers")   \
       .Attr<ffi::Span<const int64_t>>("first_cells")   \
       .Attr<ffi::Span<const int64_t>>("attend_layers") \
@@ -260,22 +266,26 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_append_device, kvjax::AppendDevice,
                               ffi::Ffi::Bind()
                                   .Ctx<CudaStream>()
-                                  .Arg<ffi::AnyBuffer>()         // cells
+                                  .Arg<ffi::AnyBuffer>()         // part
                                   .Arg<ffi::AnyBuffer>()         // rows
                                   .Arg<ffi::Buffer<ffi::S32>>()  // where
                                   .Arg<ffi::Buffer<ffi::S32>>()  // ticket
-                                  .Ret<ffi::AnyBuffer>(),        // cells
+                                  .Ret<ffi::AnyBuffer>()         // part
+                                  .Attr<int64_t>("first")
+                                  .Attr<int64_t>("num_cells"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_append_ring, kvjax::AppendRing,
                               ffi::Ffi::Bind()
                                   .Ctx<CudaStream>()
                                   .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<ffi::AnyBuffer>()         // cells
+                                  .Arg<ffi::AnyBuffer>()         // part
                                   .Arg<ffi::AnyBuffer>()         // rows
                                   .Arg<ffi::Buffer<ffi::S32>>()  // where
                                   .Arg<ffi::Buffer<ffi::S32>>()  // ticket
-                                  .Ret<ffi::AnyBuffer>()         // cells
+                                  .Ret<ffi::AnyBuffer>()         // part
+                                  .Attr<int64_t>("first")
+                                  .Attr<int64_t>("num_cells")
                                   .Attr<int64_t>("ring_id"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_ring, kvjax::AttendRing,
@@ -288,16 +298,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_ring, kvjax::AttendRing,
                                   .Arg<ffi::Buffer<ffi::S32>>()  // lengths
                                   .Arg<ffi::Buffer<ffi::S32>>()  // where
                                   .Arg<ffi::Buffer<ffi::S32>>()  // ticket
-                                  .RemainingArgs()               // device cells, tail
+                                  .RemainingArgs()               // device part, tail
                                   .Ret<ffi::AnyBuffer>()         // out
                                   .Ret<ffi::Buffer<ffi::S32>>()  // ticket
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap")
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("value_dim")
+                                  .Attr<int64_t>("device_first")
+                                  .Attr<int64_t>("device_num_cells")
+                                  .Attr<int64_t>("tail_first")
+                                  .Attr<int64_t>("tail_num_cells")
                                   .Attr<int64_t>("ring_id")
-                                  .Attr<int64_t>("layer")
-                                  .Attr<int64_t>("device_cells"));
+                                  .Attr<int64_t>("layer"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     kvjax_attend_device_initialize, kvjax::AttendDeviceInitialize,
@@ -311,14 +324,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attend_device, kvjax::AttendDevice,
                                   .Arg<ffi::Buffer<ffi::S32>>()  // lengths
                                   .Arg<ffi::Buffer<ffi::S32>>()  // where
                                   .Arg<ffi::Buffer<ffi::S32>>()  // ticket
-                                  .RemainingArgs()               // cells
+                                  .RemainingArgs()               // device part
                                   .Ret<ffi::AnyBuffer>()         // out
                                   .Ret<ffi::Buffer<ffi::S32>>()  // ticket
                                   .Ret<ffi::Buffer<ffi::F32>>()  // workspace
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap")
                                   .Attr<int64_t>("window")
-                                  .Attr<int64_t>("value_dim"),
+                                  .Attr<int64_t>("value_dim")
+                                  .Attr<int64_t>("device_first")
+                                  .Attr<int64_t>("device_num_cells"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 #pragma GCC visibility pop

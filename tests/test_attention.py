@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from caches import cache_with
 from jax.sharding import PartitionSpec as P
 from tolerance import assert_close, assert_same_bits
 
 from kvjax.cache.formats import encode
-from kvjax.cache.state import Cache, LayerCells, reset
+from kvjax.cache.state import Cache, layer_cells, layer_extents, reset
 from kvjax.config import CacheConfig, RingConfig
 from kvjax.delivery import ffi
 from kvjax.delivery.placement import Placement, make_mesh
@@ -79,6 +80,7 @@ class Problem(NamedTuple):
 class Played(NamedTuple):
     outs: list[np.ndarray]  # of each step [L, B, T, N, Hv]
     cache: Cache
+    cells: np.ndarray  # its own, after the steps: [L, B, S, K, R]
     stats: RingStats | None
 
 
@@ -147,19 +149,7 @@ def make_cache(placement: Placement, problem: Problem) -> Cache:
     spare = placement.config.num_cells - problem.cells.shape[2]
     padding = [(0, 0), (0, 0), (0, spare), (0, 0), (0, 0)]
     cells = np.pad(problem.cells, padding, constant_values=np.nan)
-    shardings = placement.cache_shardings()
-    layers = []
-    for held, split, where in zip(
-        cells, placement.config.layer_device_cells, shardings.layers, strict=True
-    ):
-        parts = zip((held[:, :split], held[:, split:]), where, strict=True)
-        layers.append(
-            LayerCells(*(jax.device_put(x, s) if s else None for x, s in parts))
-        )
-    stamp = jnp.zeros((1, 2), jnp.uint32, device=shardings.stamp)
-    return Cache(
-        tuple(layers), jax.device_put(problem.lengths, shardings.lengths), stamp
-    )
+    return cache_with(placement, cells, problem.lengths)
 
 
 @functools.cache
@@ -217,7 +207,7 @@ def play(
     cache = make_cache(placement, problem)
     if backend == "reference":
         outs, cache = run_steps(placement, case, problem, cache)
-        return Played(outs, cache, None)
+        return Played(outs, cache, stored(placement.config, cache), None)
     slot_bytes = slot_blocks * smallest_slot(placement)
     config = RingConfig(
         depth=depth, slot_bytes=slot_bytes, budget_bytes=num_slots * slot_bytes
@@ -227,7 +217,7 @@ def play(
         outs, cache = run_steps(placement, case, problem, cache)
         stats = ring.stats()
     assert stats.moved_tails == stats.dropped_plans == stats.skipped_attends == 0
-    return Played(outs, cache, stats)
+    return Played(outs, cache, stored(placement.config, cache), stats)
 
 
 def run_steps(placement, case, problem, cache):
@@ -378,7 +368,7 @@ def test_a_dropped_row_gives_zero_and_leaves_no_trace(device_cells, backend):
     assert not out[1, 1:].any() and not out[2:].any()
     assert np.isfinite(out).all() and out[0].any() and out[1, :1].any()
     assert played.cache.lengths.tolist() == [304, 1, 1023, 129]
-    assert_same_bits(stored(played.cache)[0, 2:], problem.cells[0, 2:])
+    assert_same_bits(played.cells[0, 2:], problem.cells[0, 2:])
 
 
 @pytest.mark.parametrize("device_cells", [None, 0, 128])
@@ -462,7 +452,7 @@ def test_bits_do_not_depend_on_where_cells_lie_nor_on_the_ring(case, arm):
     problem, want = on_the_device(case)
     got = play(case, problem, **arm)
     check_same(got, want)
-    assert_same_bits(stored(got.cache), stored(want.cache))
+    assert_same_bits(got.cells, want.cells)
     moved = (got.stats.early_bytes, got.stats.ordered_bytes)
     assert (moved[0] == 0, moved[1] == 0) == (arm["depth"] == 0, arm["depth"] > 0)
 
@@ -514,7 +504,7 @@ def test_a_chunk_is_close_to_its_tokens_one_by_one(device_cells):
     chunk = play(case, problem, device_cells=device_cells)
     tokens = play(case, problem._replace(steps=singly), device_cells=device_cells)
     assert_close(np.concatenate(tokens.outs, axis=2), chunk.outs[0])
-    assert_same_bits(stored(tokens.cache), stored(chunk.cache))
+    assert_same_bits(tokens.cells, chunk.cells)
 
 
 @pytest.mark.parametrize("device_cells", [None, 0])
@@ -553,24 +543,24 @@ def test_a_row_takes_the_place_of_the_cell_that_where_names():
     config = placement.config
 
     def step(cache, tokens, q, k, v, where):
-        lengths, (cells,) = cache.lengths, cache.layers
-        _, ticket, stamp = ffi.begin(
-            placement, tokens, lengths, cache.stamp, cache.layers, ((0, None),)
-        )
+        _, ticket, stamp = ffi.begin(placement, tokens, cache, ((0, None),))
         new = encode(config, k[0], v[0])
         on_device = where < 128
         in_device, in_tail = (
             jnp.where(on_device, where, -1),
             jnp.where(on_device, -1, where - 128),
         )
-        cells = LayerCells(
-            ffi.append(placement, cells.device, new, in_device, ticket),
-            ffi.append(placement, cells.tail, new, in_tail, ticket),
+        ((device, tail),) = layer_extents(config)
+        cache = Cache(
+            ffi.append(placement, cache.device, device, new, in_device, ticket),
+            ffi.append(placement, cache.tail, tail, new, in_tail, ticket),
+            cache.lengths,
+            stamp,
         )
         out, ticket = ffi.attend(
-            placement, 0, q[0], new, cells, lengths, where, ticket, scale=case.scale
+            placement, 0, q[0], new, cache, where, ticket, scale=case.scale
         )
-        return out, Cache((cells,), lengths, stamp)
+        return out, cache
 
     tokens, _, *qkv = arguments(placement, rows)
     where_there = jax.device_put(where, placement.sharding(P()))
@@ -590,7 +580,7 @@ def test_a_row_takes_the_place_of_the_cell_that_where_names():
     assert_close(out, want)
     for sequence, t in np.argwhere(where >= 0):
         cells[sequence, where[sequence, t]] = records[sequence, t]
-    assert_same_bits(stored(cache)[0], cells)
+    assert_same_bits(stored(config, cache)[0], cells)
 
 
 @pytest.mark.parametrize("device_cells", [None, 0, 128, 1152])
@@ -609,7 +599,7 @@ def test_append_writes_behind_each_length_and_nowhere_else(case, backend, device
         for t in range(count):
             if length + t < CAPACITY:
                 want[:, sequence, length + t] = records[:, sequence, t]
-    assert_same_bits(stored(played.cache), want)
+    assert_same_bits(played.cells, want)
 
 
 def test_a_record_is_the_key_then_the_value():
@@ -621,7 +611,12 @@ def test_a_record_is_the_key_then_the_value():
 
 
 def call(
-    case: Case = Case(), *, q_size: int = 64, q_dtype="float32", row_dtype="bfloat16"
+    case: Case = Case(),
+    *,
+    q_size: int = 64,
+    q_dtype="float32",
+    row_dtype="bfloat16",
+    extent_of=lambda extent: extent,
 ):
     """Lowers and runs attend and append with operands that may not fit the cells."""
     placement = place(case, 1, device_cells=0)
@@ -632,22 +627,12 @@ def call(
 
     def step(cache, q, rows):
         tokens = jnp.zeros((1, 1), jnp.int32)
-        _, ticket, stamp = ffi.begin(
-            placement, tokens, cache.lengths, cache.stamp, cache.layers, ((0, None),)
-        )
-        tail = ffi.append(placement, cache.layers[0].tail, rows, where, ticket)
-        out, _ = ffi.attend(
-            placement,
-            0,
-            q,
-            rows,
-            LayerCells(None, tail),
-            cache.lengths,
-            where,
-            ticket,
-            scale=1.0,
-        )
-        return out, Cache((LayerCells(None, tail),), cache.lengths, stamp)
+        _, ticket, stamp = ffi.begin(placement, tokens, cache, ((0, None),))
+        extent = extent_of(layer_extents(placement.config)[0].tail)
+        tail = ffi.append(placement, cache.tail, extent, rows, where, ticket)
+        cache = cache._replace(tail=tail, stamp=stamp)
+        out, _ = ffi.attend(placement, 0, q, rows, cache, where, ticket, scale=1.0)
+        return out, cache
 
     jax.block_until_ready(jit(placement, step)(cache, q, rows))
 
@@ -658,14 +643,25 @@ def call(
         (dict(q_size=72), r"q \[1,1,6,72\] doesn't fit rows \[1,1,2,128\]"),
         (dict(q_size=60), r"q \[1,1,6,60\] doesn't fit rows"),
         (dict(q_dtype="float16"), "q must be float32 or bfloat16"),
-        (dict(row_dtype="float32"), r"rows \[1,1,2,128\] don't fit cells \[1,1280,2"),
+        (
+            dict(row_dtype="float32"),
+            r"rows \[1,1,2,128\] don't fit 1280 cells .* from 0 .* \[1280,2,128\]",
+        ),
+        (
+            dict(extent_of=lambda extent: extent._replace(first=128)),
+            r"don't fit 1280 cells a sequence from 128 on in a part \[1280,2,128\]",
+        ),
     ],
     ids=str,
 )
 def test_operands_that_do_not_fit_are_refused(wrong, text):
-    with pytest.raises(jax.errors.JaxRuntimeError, match=text):
-        call(**wrong)
-    call()
+    with Ring.open(place(Case(), 1, device_cells=0)) as ring:
+        with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+            call(**wrong)
+        # What was sent for the step that died is joined: XLA frees the tail.
+        assert ring.stats().dropped_plans == 1
+        call()
+        assert ring.stats().dropped_plans == 1
 
 
 def test_values_of_another_size_are_refused_while_tracing():
@@ -677,11 +673,13 @@ def test_values_of_another_size_are_refused_while_tracing():
         program(placement, case).lower(cache, *arguments(placement, problem.steps[0]))
 
 
-def stored(cache: Cache) -> np.ndarray:
+def stored(config: CacheConfig, cache: Cache) -> np.ndarray:
     """All cells [L, B, S, K, R], wherever they lie."""
+    cache = jax.tree.map(np.asarray, cache)
+    layers = [layer_cells(config, cache, i) for i in range(config.num_layers)]
     return np.stack(
         [
-            np.concatenate([np.asarray(p) for p in cells if p is not None], axis=1)
-            for cells in cache.layers
+            np.concatenate([x for x in cells if x is not None], axis=1)
+            for cells in layers
         ]
     )

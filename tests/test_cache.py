@@ -4,11 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from steps import copied, filled, inputs, placement_of, stepper
+from steps import copied, filled, inputs, parts, placement_of, stepper
 from tolerance import assert_same_bits
 
 from kvjax.cache.formats import decode, encode
-from kvjax.cache.state import LayerCells, cache_bytes, layer_bytes, reset
+from kvjax.cache.state import (
+    Cache,
+    Extent,
+    cache_bytes,
+    layer_bytes,
+    layer_cells,
+    layer_extents,
+    reset,
+)
 from kvjax.config import CacheConfig
 from kvjax.delivery.allocate import Footprint, footprint, init_cache
 from kvjax.delivery.placement import Placement, device_bytes, make_mesh
@@ -29,10 +37,7 @@ def placement_with(mesh=None, num_heads: int = 4, **changes) -> Placement:
 
 def part_bytes(cache) -> tuple[int, int]:
     """Bytes of all (device parts, tails) that were really allocated."""
-    sums = []
-    for parts in zip(*cache.layers, strict=True):
-        sums.append(sum(part.nbytes for part in parts if part is not None))
-    return tuple(sums)
+    return tuple(0 if part is None else part.nbytes for part in parts(cache))
 
 
 # Sizes
@@ -128,7 +133,7 @@ def test_the_bytes_told_for_a_device_are_those_on_it(devices, num_kv_heads):
     for device in placement.mesh.devices.flat:
         shards = [
             shard.data.nbytes
-            for part in jax.tree.leaves(cache.layers)
+            for part in parts(cache)
             for shard in part.addressable_shards
             if shard.device == device
         ]
@@ -139,14 +144,31 @@ def test_the_bytes_told_for_a_device_are_those_on_it(devices, num_kv_heads):
 def test_each_part_lies_in_its_memory():
     placement = placement_with(device_cells=(0, 512, 128))
     cache = init_cache(placement)
-    kinds = [
-        tuple(None if part is None else part.sharding.memory_kind for part in cells)
-        for cells in cache.layers
-    ]
     host, device = "pinned_host", jax.devices()[0].default_memory().kind
-    assert kinds == [(None, host), (device, None), (device, host)]
-    shapes = [part.shape for part in jax.tree.leaves(cache.layers)]
-    assert shapes == [(2, s, 2, 128) for s in (512, 512, 128, 384)]
+    assert [part.sharding.memory_kind for part in parts(cache)] == [device, host]
+    rows = 2 * (512 + 128), 2 * (512 + 384)
+    assert [part.shape for part in parts(cache)] == [(n, 2, 128) for n in rows]
+
+
+def test_layers_lie_one_behind_another_in_each_part():
+    config = config_of(device_cells=(0, 512, 128))
+    assert layer_extents(config) == [
+        (Extent(0, 0), Extent(0, 512)),
+        (Extent(0, 512), Extent(1024, 0)),
+        (Extent(1024, 128), Extent(1024, 384)),
+    ]
+    rows = [np.arange(256.0 * n).reshape(n, 2, 128) for n in (1280, 1792)]
+    cache = Cache(*rows, None, None)
+    found = [layer_cells(config, cache, layer) for layer in range(3)]
+    assert [tuple(x is not None for x in cells) for cells in found] == [
+        (False, True), (True, False), (True, True)
+    ]  # fmt: skip
+    whole = [np.concatenate([c for c in part if c is not None], axis=None)
+             for part in zip(*found, strict=True)]  # fmt: skip
+    for got, want in zip(whole, rows, strict=True):
+        np.testing.assert_array_equal(got, want.ravel())
+    assert found[2].tail.shape == (2, 384, 2, 128)
+    np.testing.assert_array_equal(found[2].tail[1, 5], rows[1][1024 + 384 + 5])
 
 
 def test_a_new_cache_is_empty_and_lies_where_its_placement_says():
@@ -159,12 +181,12 @@ def test_a_new_cache_is_empty_and_lies_where_its_placement_says():
     assert (cache.lengths.shape, cache.stamp.shape) == ((2,), (2, 2))
 
 
-def test_progress_is_told_after_each_layer():
+def test_progress_is_told_after_each_part():
     placement = placement_with(device_cells=(0, 512, 128))
     told = []
     init_cache(placement, lambda made, total: told.append((made, total)))
-    layer = 512 * 1024
-    assert told == [(layer, 3 * layer), (2 * layer, 3 * layer), (3 * layer, 3 * layer)]
+    device, tail = cache_bytes(placement.config)
+    assert told == [(device, device + tail), (device + tail, device + tail)]
 
 
 def test_the_smallest_slot_is_a_block_of_one_device():
@@ -177,11 +199,12 @@ def test_the_smallest_slot_is_a_block_of_one_device():
 # As a pytree
 
 
-def test_a_part_that_a_layer_has_not_is_no_leaf():
-    cache = init_cache(placement_with(device_cells=(0, 512, 128)))
-    assert len(jax.tree.leaves(cache)) == 4 + 2
-    doubled = jax.tree.map(lambda x: x + x, cache.layers[0]._replace(tail=None))
-    assert doubled == LayerCells(None, None)
+@pytest.mark.parametrize(
+    ("device_cells", "leaves"), [(0, 3), (None, 3), ((0, 512, 128), 4)]
+)
+def test_a_part_that_no_layer_has_is_no_leaf(device_cells, leaves):
+    cache = init_cache(placement_with(device_cells=device_cells))
+    assert len(jax.tree.leaves(cache)) == leaves
     abstract = jax.eval_shape(lambda cache: cache, cache)
     assert jax.tree.structure(abstract) == jax.tree.structure(cache)
 
@@ -200,9 +223,9 @@ def test_reset_changes_lengths_and_stamp_alone():
         emptied = reset(cache, sequence)
         assert emptied.lengths.tolist() == lengths
         assert not np.asarray(emptied.stamp).any()
-        assert emptied.layers == cache.layers  # the very arrays
+        assert all(a is b for a, b in zip(parts(emptied), parts(cache), strict=True))
         assert emptied.lengths.sharding == cache.lengths.sharding
-    jax.tree.map(assert_same_bits, cache.layers, held.layers)
+    jax.tree.map(assert_same_bits, parts(cache), parts(held))
 
 
 def test_reset_works_inside_a_jit_that_donates():
@@ -215,7 +238,7 @@ def test_reset_works_inside_a_jit_that_donates():
         out_shardings=placement.cache_shardings(),
     )(cache)
     assert emptied.lengths.tolist() == [200, 5, 0]
-    jax.tree.map(assert_same_bits, emptied.layers, held.layers)
+    jax.tree.map(assert_same_bits, parts(emptied), parts(held))
 
 
 # Records

@@ -8,7 +8,17 @@ import jaxtyping
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from steps import HEAD, filled, inputs, placed, placement_of, replaced, run, stepper
+from steps import (
+    HEAD,
+    filled,
+    inputs,
+    parts,
+    placed,
+    placement_of,
+    replaced,
+    run,
+    stepper,
+)
 from tolerance import assert_close, assert_same_bits
 
 from kvjax.cache.formats import encode
@@ -347,10 +357,9 @@ def test_an_attend_that_no_begin_planned_is_refused_by_its_ring(tiny):
 
     @jax.jit
     def attend():
-        return ffi.attend(
-            never_used, 0, x.q[0], rows, cache.layers[0], cache.lengths, where, ticket,
-            scale=1.0,
-        )[0]  # fmt: skip
+        return ffi.attend(never_used, 0, x.q[0], rows, cache, where, ticket, scale=1.0)[
+            0
+        ]
 
     with pytest.raises(
         jax.errors.JaxRuntimeError,
@@ -426,7 +435,7 @@ def test_a_whole_step_may_be_one_branch_of_a_cond(tiny):
     want, after = stepper(tiny)(filled(tiny, [200, 3]), x)
     got, cache = program(filled(tiny, [200, 3]), x, True)
     assert_same_bits(got, want)
-    jax.tree.map(assert_same_bits, cache.layers, after.layers)
+    jax.tree.map(assert_same_bits, parts(cache), parts(after))
     got, cache = program(cache, x, False)
     assert not np.asarray(got).any()
     assert cache.lengths.tolist() == [201, 4]

@@ -14,7 +14,7 @@ import pytest
 
 from experiments import exactness
 from experiments.exactness import ControlDiffers, Runner, Sizes
-from kvjax.cache.state import Cache, LayerCells
+from kvjax.cache.state import Cache
 from kvjax.config import RingConfig
 from kvjax.delivery.placement import make_mesh
 from kvjax.model.transformer import ModelConfig, Transformer, random_model
@@ -89,14 +89,13 @@ def flip_a_bit(name: str):
     def disturb(arm: exactness.Arm, cache: Cache) -> Cache:
         if arm.name != name:
             return cache
-        layers = list(cache.layers)
-        part = "tail" if layers[1].device is None else "device"
-        held = getattr(layers[1], part)
+        part = "tail" if cache.device is None else "device"
+        held = getattr(cache, part)
         changed = np.array(held)
-        changed.view(np.uint16)[2, 77, 1, 5] ^= 1
+        layers = changed.reshape(MODEL.num_layers, 4, -1, *held.shape[1:])
+        layers.view(np.uint16)[1, 2, 77, 1, 5] ^= 1
         there = jax.device_put(changed, held.sharding)
-        layers[1] = LayerCells(*layers[1])._replace(**{part: there})
-        return cache._replace(layers=tuple(layers), stamp=cache.stamp * 0)
+        return cache._replace(**{part: there}, stamp=cache.stamp * 0)
 
     return disturb
 

@@ -261,7 +261,7 @@ def test_cells_stay_where_they_lie(one_jit, num_devices):
     cache = run(where=where).cache
 
     def addresses(cache):
-        parts = [part for layer in cache.layers for part in layer]
+        parts = cache.device, cache.tail
         shards = [shard for part in parts for shard in part.addressable_shards]
         return [shard.data.unsafe_buffer_pointer() for shard in shards]
 
@@ -328,12 +328,10 @@ def test_the_last_cell_can_be_used():
 
 def test_cells_that_were_moved_are_refused():
     cache = fresh_cache()
-    tail = cache.layers[1].tail
-    on_device = tail.sharding.with_memory_kind("device")
-    moved = cache.layers[1]._replace(tail=jax.device_put(tail, on_device))
-    layers = (cache.layers[0], moved)
+    on_device = cache.tail.sharding.with_memory_kind("device")
+    moved = cache._replace(tail=jax.device_put(cache.tail, on_device))
     with pytest.raises(ValueError, match="init_cache"):
-        generate(decoder(3), cache._replace(layers=layers), PROMPTS, max_new_tokens=1)
+        generate(decoder(3), moved, PROMPTS, max_new_tokens=1)
 
 
 HOT = Sampling(temperature=1.5, top_k=50, top_p=0.95, seed=5)

@@ -60,7 +60,7 @@ def by_hand(i: int) -> float:
 def test_denormal_values_reach_the_output(dtype):
     placement = golden.place(64, dtype, 128, group=1)
     with Ring.open(placement):
-        outs, _ = golden.run(placement, 1, golden.make_cells(placement))
+        outs, _ = golden.run(placement, 1, golden.make_cache(placement))
     out = np.abs(np.asarray(outs["denormal values"]))
     assert 0 < out.max() < jnp.finfo(jnp.float32).tiny
     assert np.count_nonzero(out) > out.size / 2

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from steps import inputs, placement_of
+from steps import inputs, parts, placement_of
 
+from kvjax.cache.state import layer_cells
 from kvjax.config import MIB
 from kvjax.delivery import ffi
 from kvjax.delivery.placement import make_mesh
@@ -98,11 +99,13 @@ def test_random_cells_are_the_same_bits_wherever_they_lie(device_cells, capacity
     other = placement_of(**shape, capacity=capacity, device_cells=device_cells)
     wanted, got = random_cache(whole, [7, 300]), random_cache(other, [7, 300])
     assert got.lengths.tolist() == [7, 300]
-    for a, b in zip(wanted.layers, got.layers, strict=True):
-        parts = [np.asarray(part) for part in b if part is not None]
-        joined = np.concatenate(parts, axis=1)[:, :384]
-        np.testing.assert_array_equal(np.asarray(a.device), joined)
-    first, second = (np.asarray(cells.device) for cells in wanted.layers[:2])
+    drawn = []
+    for layer in range(whole.config.num_layers):
+        held = [x for x in layer_cells(other.config, got, layer) if x is not None]
+        joined = np.concatenate(held, axis=1)[:, :384]
+        drawn.append(np.asarray(layer_cells(whole.config, wanted, layer).device))
+        np.testing.assert_array_equal(drawn[-1], joined)
+    first, second = drawn[:2]
     assert not np.array_equal(first, second)
     assert not np.array_equal(first[0], first[1])
 
@@ -114,8 +117,8 @@ def test_random_cells_are_the_same_bits_on_every_mesh(devices):
     mesh = make_mesh({"tp": devices})
     split = random_cache(placement_of(ring_id=705, mesh=mesh, group=4, **facts), [200])
     copies = max(1, devices // 2)  # 0 0 0 0 1 1 1 1 on eight devices
-    for one, many in zip(alone.layers[0], split.layers[0], strict=True):
-        wanted = np.repeat(np.asarray(one), copies, axis=2)
+    for one, many in zip(parts(alone), parts(split), strict=True):
+        wanted = np.repeat(np.asarray(one), copies, axis=1)
         np.testing.assert_array_equal(np.asarray(many), wanted)
 
 

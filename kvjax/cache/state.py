@@ -2,9 +2,49 @@
 
 from typing import NamedTuple
 
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.config import CacheConfig
+
+
+class Cache(NamedTuple):
+    """Keys and values of all layers. Donate it in the outermost jit.
+
+    A sequence's first cells of a layer lie in the device part, the others in the tail,
+    in pinned host memory. A part is one array, since a step pays for each that it is
+    given and gives back; None where no layer has such cells:
+
+        part   layer 0: sequence 0, sequence 1, ... | layer 1: sequence 0, ...
+
+    A sequence's tokens lie in cells 0 to lengths - 1. The stamp belongs to delivery: an
+    operation on the cache that is not a step sets it to 0.
+    """
+
+    device: Float[Array, "device_rows K R"] | None
+    tail: Float[Array, "tail_rows K R"] | None
+    lengths: Int[Array, " B"]
+    stamp: UInt32[Array, "devices 2"]
+
+
+class Extent(NamedTuple):
+    """Where a layer lies in a part: cell s of sequence b is row first + b * num_cells +
+    s.
+
+    Attributes:
+      first: The row of the layer's first cell.
+      num_cells: Of each sequence; 0 = none.
+    """
+
+    first: int
+    num_cells: int
+
+
+class LayerExtents(NamedTuple):
+    """Where a layer lies in both parts."""
+
+    device: Extent
+    tail: Extent
 
 
 class LayerCells(NamedTuple):
@@ -18,16 +58,38 @@ class LayerCells(NamedTuple):
     tail: Float[Array, "B S_tail K R"] | None
 
 
-class Cache(NamedTuple):
-    """Keys and values of all layers. Donate it in the outermost jit.
+def layer_extents(config: CacheConfig) -> list[LayerExtents]:
+    """Where each layer lies in the cache's parts."""
+    extents, device, tail = [], 0, 0
+    for on_device in config.layer_device_cells:
+        in_tail = config.num_cells - on_device
+        extents.append(LayerExtents(Extent(device, on_device), Extent(tail, in_tail)))
+        device += config.batch_size * on_device
+        tail += config.batch_size * in_tail
+    return extents
 
-    A sequence's tokens lie in cells 0 to lengths - 1. The stamp belongs to delivery: an
-    operation on the cache that is not a step sets it to 0.
+
+def layer_cells(config: CacheConfig, cache: Cache, layer: int) -> LayerCells:
+    """One layer's cells, to look at: slices of the cache's arrays.
+
+    Of a cache in numpy, `jax.tree.map(np.asarray, cache)`, views. XLA's GPU compiler
+    slices host memory inside a jit only, and only onto the device.
     """
+    device, tail = layer_extents(config)[layer]
+    return LayerCells(
+        cells_of(cache.device, device, config.batch_size),
+        cells_of(cache.tail, tail, config.batch_size),
+    )
 
-    layers: tuple[LayerCells, ...]
-    lengths: Int[Array, " B"]
-    stamp: UInt32[Array, "devices 2"]
+
+def cells_of(
+    part: Float[Array | np.ndarray, "rows K R"] | None, extent: Extent, num_seqs: int
+) -> Float[Array | np.ndarray, "B S K R"] | None:
+    """A layer's cells of one part; None if it has none there."""
+    if extent.num_cells == 0:
+        return None
+    rows = part[extent.first : extent.first + num_seqs * extent.num_cells]
+    return rows.reshape(num_seqs, extent.num_cells, *part.shape[1:])
 
 
 def layer_bytes(config: CacheConfig, layer: int, num_heads: int) -> tuple[int, int]:

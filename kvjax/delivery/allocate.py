@@ -1,5 +1,6 @@
 """Makes a cache: what it will take, whether the host has that, then the memory."""
 
+import math
 import os
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from kvjax.cache.state import Cache, LayerCells, cache_bytes
+from kvjax.cache.state import Cache, cache_bytes
 from kvjax.delivery import agreement, ffi
 from kvjax.delivery.placement import Placement
 
@@ -81,11 +82,11 @@ def check_host(placement: Placement) -> None:
 def init_cache(
     placement: Placement, progress: Callable[[int, int], None] | None = None
 ) -> Cache:
-    """Allocates an empty cache, layer by layer: pinning many GB takes a while.
+    """Allocates an empty cache: pinning many GB takes a while.
 
     Args:
       placement: What it holds and where.
-      progress: Called with (bytes made, bytes in all) after each layer.
+      progress: Called with (bytes made, bytes in all) after each part.
 
     Raises:
       ValueError: the pinned pool or a host cannot hold the tails, the native library is
@@ -95,24 +96,18 @@ def init_cache(
     agreement.check_placement(placement)
     agreement.check_none(_problem(placement))
     shardings = placement.cache_shardings()
-    total = sum(cache_bytes(placement.config, placement.stored_heads))
-    made = 0
-    layers = []
-    for cells, on_device in zip(
-        shardings.layers, placement.config.layer_device_cells, strict=True
-    ):
-        sizes = (on_device, placement.config.num_cells - on_device)
-        parts = [_zeros(placement, *pair) for pair in zip(sizes, cells, strict=True)]
-        jax.block_until_ready(parts)
-        made += sum(part.nbytes for part in parts if part is not None)
-        layers.append(LayerCells(*parts))
+    sizes = cache_bytes(placement.config, placement.stored_heads)
+    made, parts = 0, []
+    for size, sharding in zip(sizes, (shardings.device, shardings.tail), strict=True):
+        parts.append(jax.block_until_ready(_zeros(placement, size, sharding)))
+        made += size
         if progress is not None:
-            progress(made, total)
+            progress(made, sum(sizes))
     lengths = jnp.zeros(
         placement.config.batch_size, jnp.int32, device=shardings.lengths
     )
     stamp = jnp.zeros((placement.mesh.size, 2), jnp.uint32, device=shardings.stamp)
-    return Cache(tuple(layers), lengths, stamp)
+    return Cache(*parts, lengths, stamp)
 
 
 def _problem(placement: Placement) -> str:
@@ -127,15 +122,14 @@ def _problem(placement: Placement) -> str:
 
 
 def _zeros(
-    placement: Placement, num_cells: int, sharding: NamedSharding | None
+    placement: Placement, num_bytes: int, sharding: NamedSharding | None
 ) -> jax.Array | None:
-    """One part of a layer. A tail is filled from the host: XLA would make it on the
-    device.
-    """
+    """One part. A tail is filled from the host: XLA would make it on the device."""
     if sharding is None:
         return None
     config = placement.config
-    shape = (config.batch_size, num_cells, placement.stored_heads, config.record_size)
+    row = (placement.stored_heads, config.record_size)
+    shape = (num_bytes // (math.prod(row) * config.itemsize), *row)
     if sharding.memory_kind != "pinned_host":
         return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)(
             shape, config.dtype

@@ -15,13 +15,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt32
 
-from kvjax.cache.state import LayerCells
+from kvjax.cache.state import Cache, Extent, layer_extents
 from kvjax.delivery.placement import Placement
 from kvjax.shapes import BLOCK
 
 LIBRARIES = {"cpu": "libkvjax_cpu.so", "CUDA": "libkvjax_cuda.so"}
 COMPILERS = {"cpu": "a C++ compiler", "CUDA": "a CUDA compiler (nvcc)"}
-ABI = 2  # of all C symbols and ops; handlers.h says the same
+ABI = 3  # of all C symbols and ops; handlers.h says the same
 NO_WINDOW = 0
 MAX_SPLIT_ROWS = 64  # query rows of a kv head up to which a launch splits by blocks
 
@@ -137,15 +137,17 @@ def _manual(placement: Placement, f, in_specs, out_specs):
     )
 
 
-def _workspace(q: Array, cells: Array, value_dim: int) -> jax.ShapeDtypeStruct:
+def _workspace(
+    q: Array, num_kv_heads: int, num_cells: int, value_dim: int
+) -> jax.ShapeDtypeStruct:
     """Where attend_device keeps each block's result (values, m, sum) until it is
     folded.
 
     Many query rows fold in registers and need none; ops/attention.cu has the same rule.
     """
     num_seqs, width, num_heads, _ = q.shape
-    blocks = num_seqs * cells.shape[1] // BLOCK
-    few_rows = width * num_heads <= MAX_SPLIT_ROWS * cells.shape[2]
+    blocks = num_seqs * num_cells // BLOCK
+    few_rows = width * num_heads <= MAX_SPLIT_ROWS * num_kv_heads
     floats = blocks * width * num_heads * (value_dim + 2) if few_rows else 1
     return jax.ShapeDtypeStruct((floats,), jnp.float32)
 
@@ -180,89 +182,120 @@ def _(primals, tangents):
 def begin(
     placement: Placement,
     tokens: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    stamp: UInt32[Array, "devices 2"],
-    layers: tuple[LayerCells, ...],
+    cache: Cache,
     attends: tuple[tuple[int, int | None], ...],
 ) -> tuple[Int[Array, "B T"], Int[Array, " devices"], UInt32[Array, "devices 2"]]:
     """Tells every device's ring that a step starts, and plans its deliveries.
 
-    The step's only host wait: it brings `lengths` and `stamp` to the host.
+    The step's only host wait: it brings the cache's lengths and stamp to the host.
 
     Args:
       placement: Static facts.
       tokens: The step's tokens. They pass through, so that XLA schedules begin first.
-      lengths: Cells that each sequence holds before the step.
-      stamp: Of the step before, or 0.
-      layers: All layers' cells; begin takes the tails' addresses.
+      cache: As it was before the step; begin takes its tail's address.
       attends: (layer, window) of each attend to come, in order, repeats included.
 
     Returns:
       The tokens, the ticket that the step's calls pass on, and the step's stamp.
     """
-    tails = [i for i, cells in enumerate(layers) if cells.tail is not None]
+    config = placement.config
+    on_device = np.array(config.layer_device_cells, np.int64)
+    tails = np.flatnonzero(on_device < config.num_cells)
     attrs = dict(
         ring_id=np.int64(placement.ring_id),
-        tail_layers=np.array(tails, np.int64),
-        first_cells=np.array(
-            [placement.config.layer_device_cells[i] for i in tails], np.int64
-        ),
+        num_cells=np.int64(config.num_cells),
+        tail_layers=tails.astype(np.int64),
+        first_cells=on_device[tails],
         attend_layers=np.array([layer for layer, _ in attends], np.int64),
         attend_windows=np.array([w or NO_WINDOW for _, w in attends], np.int64),
     )
 
-    def local(tokens, lengths, stamp, *tails):
+    def local(tokens, lengths, stamp, tail):
         results = (
             _result(tokens),
             jax.ShapeDtypeStruct((1,), jnp.int32),
             _result(stamp),
         )
         return _call(
-            "begin", results, {0: 0, 2: 2}, (tokens, lengths, stamp, *tails), **attrs
+            "begin", results, {0: 0, 2: 2}, (tokens, lengths, stamp, tail), **attrs
         )
 
     each = placement.device_spec
     call = _manual(
         placement,
         local,
-        in_specs=(P(), P(), each, *[placement.head_spec] * len(tails)),
+        in_specs=(P(), P(), each, placement.part_spec),
         out_specs=(P(), each, each),
     )
-    return call(tokens, lengths, stamp, *[layers[i].tail for i in tails])
+    return call(tokens, cache.lengths, cache.stamp, cache.tail)
 
 
 def append(
     placement: Placement,
-    cells: Float[Array, "B S K R"],
+    part: Float[Array, "part_rows K R"],
+    extent: Extent,
     rows: Float[Array, "B T K R"],
     where: Int[Array, "B T"],
     ticket: Int[Array, " devices"],
-) -> Float[Array, "B S K R"]:
-    """Writes rows into one part of a layer, in place if the outermost jit donates it.
+) -> Float[Array, "part_rows K R"]:
+    """Writes rows into a layer's cells of a part, in place if the outermost jit donates
+    it.
 
     Args:
       placement: Static facts.
-      cells: A layer's device cells or its tail. Aliased to the result.
+      part: The cache's device part or its tail. Aliased to the result.
+      extent: The layer's, in that part.
       rows: The step's rows.
-      where: Cell of each row within this part; -1 drops the row.
+      where: Cell of each row within the extent; -1 drops the row.
       ticket: Orders this call behind begin and earlier attends.
     """
-    op, attrs = "append_device", {}
-    if jax.typeof(cells).memory_space == jax.memory.Space.Host:
-        op, attrs = "append_ring", dict(ring_id=np.int64(placement.ring_id))
+    op, attrs = "append_device", _numbers("", extent)
+    if jax.typeof(part).memory_space == jax.memory.Space.Host:
+        op, attrs = "append_ring", attrs | dict(ring_id=np.int64(placement.ring_id))
 
-    def local(cells, rows, where, ticket):
-        result = jax.typeof(cells)  # carries the host memory space
-        return _call(op, result, {0: 0}, (cells, rows, where, ticket), **attrs)
+    def local(part, rows, where, ticket):
+        result = jax.typeof(part)  # carries the host memory space
+        return _call(op, result, {0: 0}, (part, rows, where, ticket), **attrs)
 
-    heads = placement.head_spec
+    cells = placement.part_spec
     call = _manual(
         placement,
         local,
-        in_specs=(heads, heads, P(), placement.device_spec),
-        out_specs=heads,
+        in_specs=(cells, placement.head_spec, P(), placement.device_spec),
+        out_specs=cells,
     )
-    return call(cells, rows, where, ticket)
+    return call(part, rows, where, ticket)
+
+
+def store(
+    placement: Placement,
+    part: Float[Array, "part_rows K R"],
+    first: Int[Array, ""],
+    cells: Float[Array, "B S K R"],
+) -> Float[Array, "part_rows K R"]:
+    """Writes cells into a part from row `first` on, outside a step: no ring is told.
+
+    In place if the outermost jit donates the part, in either memory.
+    """
+    rows = cells.reshape(1, -1, *cells.shape[2:])
+    where = first + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+    attrs = _numbers("", Extent(0, part.shape[0]))
+
+    def local(part, rows, where, ticket):
+        operands = part, rows, where, ticket
+        return _call("append_device", jax.typeof(part), {0: 0}, operands, **attrs)
+
+    return _manual(
+        placement,
+        local,
+        in_specs=(placement.part_spec, placement.head_spec, P(), P()),
+        out_specs=placement.part_spec,
+    )(part, rows, where, jnp.zeros(1, jnp.int32))
+
+
+def _numbers(prefix: str, extent: Extent) -> dict[str, np.int64]:
+    """An extent as attributes of an op."""
+    return {prefix + name: np.int64(n) for name, n in extent._asdict().items()}
 
 
 def attend(
@@ -270,8 +303,7 @@ def attend(
     layer: int,
     q: Float[Array, "B T N H"],
     rows: Float[Array, "B T K R"],
-    cells: LayerCells,
-    lengths: Int[Array, " B"],
+    cache: Cache,
     where: Int[Array, "B T"],
     ticket: Int[Array, " devices"],
     *,
@@ -289,8 +321,7 @@ def attend(
       layer: Which layer; with `window`, what begin listed.
       q: Queries, RoPE applied, float32 or bfloat16. The result has their dtype.
       rows: The step's rows, as encoded.
-      cells: The layer's parts, after append.
-      lengths: Cells that each sequence holds before the step.
+      cache: Its parts after the layer's append, its lengths as before the step.
       where: Logical cell of each row; -1 = dropped, and the query's result is 0. At or
         beyond the capacity: NaN for that sequence.
       ticket: Of begin or the attend before. Aliased to the second result.
@@ -298,28 +329,30 @@ def attend(
       window: A query at cell p sees cells above p - window only.
       soft_cap: Scores become soft_cap * tanh(score / soft_cap).
     """
-    parts = [part for part in cells if part is not None]
     value_dim = placement.config.value_dim
-    attrs = dict(
+    extents = layer_extents(placement.config)[layer]
+    attrs = _numbers("device_", extents.device) | dict(
         scale=np.float32(scale),
         soft_cap=np.float32(soft_cap or 0.0),
         window=np.int64(window or NO_WINDOW),
         value_dim=np.int64(value_dim),
     )
-    if cells.tail is None:
-        op = "attend_device"
-    else:
+    parts = [
+        part
+        for part, extent in zip((cache.device, cache.tail), extents, strict=True)
+        if extent.num_cells
+    ]
+    op = "attend_device"
+    if extents.tail.num_cells:
         op = "attend_ring"
-        attrs |= dict(
-            ring_id=np.int64(placement.ring_id),
-            layer=np.int64(layer),
-            device_cells=np.int64(placement.config.layer_device_cells[layer]),
-        )
+        attrs |= _numbers("tail_", extents.tail)
+        attrs |= dict(ring_id=np.int64(placement.ring_id), layer=np.int64(layer))
 
     def local(q, rows, lengths, where, ticket, *parts):
         results = [_result(q, (*q.shape[:3], value_dim)), _result(ticket)]
-        if cells.tail is None:
-            results.append(_workspace(q, parts[0], value_dim))
+        if op == "attend_device":
+            sizes = rows.shape[2], extents.device.num_cells, value_dim
+            results.append(_workspace(q, *sizes))
         operands = (q, rows, lengths, where, ticket, *parts)
         return tuple(_call(op, results, {4: 1}, operands, **attrs)[:2])
 
@@ -327,7 +360,7 @@ def attend(
     call = _manual(
         placement,
         local,
-        in_specs=(heads, heads, P(), P(), each, *[heads] * len(parts)),
+        in_specs=(heads, heads, P(), P(), each, *[placement.part_spec] * len(parts)),
         out_specs=(heads, each),
     )
-    return call(q, rows, lengths, where, ticket, *parts)
+    return call(q, rows, cache.lengths, where, ticket, *parts)

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from kvjax.cache.state import Cache, LayerCells, cache_bytes
+from kvjax.cache.state import Cache, cache_bytes
 from kvjax.config import CacheConfig, check_range
 
 BACKENDS = ("native", "reference")
@@ -74,8 +74,13 @@ class Placement:
 
     @property
     def head_spec(self) -> P:
-        """Of q, k, v, rows and cells: all have their heads on axis 2."""
+        """Of q, k, v and rows: all have their heads on axis 2."""
         return P(None, None, self.axis, None)
+
+    @property
+    def part_spec(self) -> P:
+        """Of the cache's parts, whose heads are on axis 1."""
+        return P(None, self.axis, None)
 
     @property
     def device_spec(self) -> P:
@@ -84,16 +89,15 @@ class Placement:
 
     def cache_shardings(self) -> Cache:
         """The cache's shardings: `out_shardings` for a jit that returns one."""
-        device = self.sharding(self.head_spec)
-        tail = self.sharding(self.head_spec, "pinned_host")
-        layers = tuple(
-            LayerCells(
-                device=device if on_device else None,
-                tail=tail if on_device < self.config.num_cells else None,
-            )
-            for on_device in self.config.layer_device_cells
+        each, all_cells = self.config.layer_device_cells, self.config.num_cells
+        device = self.sharding(self.part_spec)
+        tail = self.sharding(self.part_spec, "pinned_host")
+        return Cache(
+            device=device if max(each) > 0 else None,
+            tail=tail if min(each) < all_cells else None,
+            lengths=self.sharding(P()),
+            stamp=self.sharding(self.device_spec),
         )
-        return Cache(layers, self.sharding(P()), self.sharding(self.device_spec))
 
     def constrain(self, x: Array, spec: P) -> Array:
         """Moves a traced array to `spec` on the mesh; Auto and Explicit axes both."""

@@ -1,7 +1,7 @@
 """Append and attend in plain JAX: the oracle, and a backend for platforms without ours.
 
-Moves a whole tail to the device in every step, as XLA alone would. Same results as the
-native backend within rounding, not to the bit.
+Moves each layer's whole tail to the device in every step, as XLA alone would. Same
+results as the native backend within rounding, not to the bit.
 """
 
 import jax
@@ -9,32 +9,35 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.formats import decode
-from kvjax.cache.state import LayerCells
+from kvjax.cache.state import Cache, Extent, cells_of, layer_cells
 from kvjax.config import CacheConfig
 
 
 def append(
-    cells: Float[Array, "B S K R"],
+    part: Float[Array, "part_rows K R"],
+    extent: Extent,
     rows: Float[Array, "B T K R"],
     where: Int[Array, "B T"],
-) -> Float[Array, "B S K R"]:
-    """Writes each row to the cell that `where` names; -1 and beyond S drop it."""
-    on_host = _is_host(cells)
-    if on_host:
-        cells = jax.device_put(cells, jax.memory.Space.Device)
-    num_cells = cells.shape[1]
-    cell = jnp.where(where < 0, num_cells, where)
-    sequence = jnp.arange(cells.shape[0])[:, None]
-    cells = cells.at[sequence, cell].set(rows, mode="drop")
-    return jax.device_put(cells, jax.memory.Space.Host) if on_host else cells
+) -> Float[Array, "part_rows K R"]:
+    """Writes each row to the cell that `where` names; -1 and beyond the extent drop
+    it.
+    """
+    num_seqs = rows.shape[0]
+    cells = _on_device(cells_of(part, extent, num_seqs))
+    cell = jnp.where(where < 0, extent.num_cells, where)
+    sequence = jnp.arange(num_seqs)[:, None]
+    cells = cells.at[sequence, cell].set(rows, mode="drop").reshape(-1, *part.shape[1:])
+    if _is_host(part):  # which takes slices, but no scatter
+        cells = jax.device_put(cells, jax.memory.Space.Host)
+    return jax.lax.dynamic_update_slice(part, cells, (extent.first, 0, 0))
 
 
 def attend(
     config: CacheConfig,
     q: Float[Array, "B T N H"],
     rows: Float[Array, "B T K R"],
-    cells: LayerCells,
-    lengths: Int[Array, " B"],
+    cache: Cache,
+    layer: int,
     where: Int[Array, "B T"],
     *,
     scale: float,
@@ -45,11 +48,14 @@ def attend(
     float32.
     """
     k_new, v_new = decode(config, rows)
-    k_old, v_old = decode(config, _join(cells))
+    held = [x for x in layer_cells(config, cache, layer) if x is not None]
+    k_old, v_old = decode(
+        config, jnp.concatenate([_on_device(x) for x in held], axis=1)
+    )
     k = jnp.concatenate([k_old, k_new], axis=1).astype(jnp.float32)
     v = jnp.concatenate([v_old, v_new], axis=1).astype(jnp.float32)
     num_cells = k_old.shape[1]
-    seen = visible(lengths, where, num_cells, window)  # [B, T, S + T]
+    seen = visible(cache.lengths, where, num_cells, window)  # [B, T, S + T]
     v = jnp.where(seen.any(axis=1)[:, :, None, None], v, 0)
     k = jnp.where(seen.any(axis=1)[:, :, None, None], k, 0)
 
@@ -101,13 +107,8 @@ def visible(
     return seen if window is None else seen & (place > where[:, :, None] - window)
 
 
-def _join(cells: LayerCells) -> Float[Array, "B S K R"]:
-    parts = [
-        jax.device_put(part, jax.memory.Space.Device) if _is_host(part) else part
-        for part in cells
-        if part is not None
-    ]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+def _on_device(x: Array) -> Array:
+    return jax.device_put(x, jax.memory.Space.Device) if _is_host(x) else x
 
 
 def _is_host(x: Array) -> bool:

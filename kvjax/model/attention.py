@@ -14,7 +14,7 @@ from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.formats import encode
-from kvjax.cache.state import Cache, LayerCells
+from kvjax.cache.state import Cache, Extent, layer_extents
 from kvjax.config import check_range
 from kvjax.delivery import ffi, reference
 from kvjax.delivery.placement import Placement
@@ -35,10 +35,8 @@ class Step:
         self.placement = placement
         self.positions = cache.lengths[:, None] + offset
         self._where = jnp.where(offset < num_new[:, None], self.positions, -1)
-        self._layers = list(cache.layers)
-        self._lengths = cache.lengths
+        self._cache = cache
         self._num_new = num_new
-        self._stamp = cache.stamp
         self._ticket = None
         self._trace = get_opaque_trace_state()
 
@@ -75,7 +73,7 @@ class Step:
         if num_new is None:
             num_new = jnp.full(num_seqs, width, jnp.int32)
         if attends is None:
-            attends = tuple((i, None) for i in range(len(cache.layers)))
+            attends = tuple((i, None) for i in range(placement.config.num_layers))
         for layer, window in attends:
             _check_attend(placement, layer, window)
         ticket = None
@@ -128,46 +126,47 @@ class Step:
         # All that attend needs comes before append: then XLA has nothing to launch
         # between.
         q, rows = jax.lax.optimization_barrier((q, rows))
-        cells = self._append(layer, rows)
-        self._layers[layer] = cells
+        cache = self._append(layer, rows)
         if place.backend == "reference":
+            self._cache = cache
             return reference.attend(
-                place.config, q, rows, cells, self._lengths, self._where,
+                place.config, q, rows, cache, layer, self._where,
                 scale=scale, window=window, soft_cap=soft_cap,
             )  # fmt: skip
         out, self._ticket = ffi.attend(
-            place, layer, q, rows, cells, self._lengths, self._where, self._ticket,
+            place, layer, q, rows, cache, self._where, self._ticket,
             scale=scale, window=window, soft_cap=soft_cap,
         )  # fmt: skip
         # The last attend reads the lengths before `end` writes them: else XLA copies.
-        out, self._lengths = jax.lax.optimization_barrier((out, self._lengths))
+        out, lengths = jax.lax.optimization_barrier((out, cache.lengths))
+        self._cache = cache._replace(lengths=lengths)
         return out
 
-    def _append(self, layer: int, rows: Float[Array, "B T K R"]) -> LayerCells:
+    def _append(self, layer: int, rows: Float[Array, "B T K R"]) -> Cache:
         """Writes the rows to the part that holds their cell: one call a part."""
-        on_device = self.placement.config.layer_device_cells[layer]
-        cells, where = self._layers[layer], self._where
+        device, tail = layer_extents(self.placement.config)[layer]
+        cache, where, on_device = self._cache, self._where, device.num_cells
         in_device = jnp.where(where < on_device, where, -1)
         in_tail = jnp.where(where >= on_device, where - on_device, -1)
-        return LayerCells(
-            device=self._append_part(cells.device, rows, in_device),
-            tail=self._append_part(cells.tail, rows, in_tail),
+        return cache._replace(
+            device=self._append_part(cache.device, device, rows, in_device),
+            tail=self._append_part(cache.tail, tail, rows, in_tail),
         )
 
     def _append_part(
-        self, cells: Array | None, rows: Array, where: Array
+        self, part: Array | None, extent: Extent, rows: Array, where: Array
     ) -> Array | None:
-        if cells is None:
-            return None
+        if extent.num_cells == 0:
+            return part
         if self.placement.backend == "reference":
-            return reference.append(cells, rows, where)
-        return ffi.append(self.placement, cells, rows, where, self._ticket)
+            return reference.append(part, extent, rows, where)
+        return ffi.append(self.placement, part, extent, rows, where, self._ticket)
 
     def end(self) -> Cache:
         """The cache after the step: lengths advanced, never past the capacity."""
         capacity = self.placement.config.num_cells
-        lengths = jnp.minimum(self._lengths + self._num_new, capacity)
-        return Cache(tuple(self._layers), lengths, self._stamp)
+        lengths = jnp.minimum(self._cache.lengths + self._num_new, capacity)
+        return self._cache._replace(lengths=lengths)
 
 
 def _begin(
@@ -184,12 +183,10 @@ def _begin(
     small kernel is a launch of its own. And without a begin XLA fuses nothing into what
     comes behind that it doesn't with one: the same kernels, so the same bits.
     """
-    if all(cells.tail is None for cells in cache.layers):
+    if cache.tail is None:
         ticket = cache.stamp[:, 0].astype(jnp.int32)
     else:
-        tokens, ticket, stamp = ffi.begin(
-            placement, tokens, cache.lengths, cache.stamp, cache.layers, attends
-        )
+        tokens, ticket, stamp = ffi.begin(placement, tokens, cache, attends)
         cache = cache._replace(stamp=stamp)
     passed = tokens, num_new, cache.lengths
     tokens, num_new, lengths = jax.lax.optimization_barrier(passed)
