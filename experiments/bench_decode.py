@@ -83,6 +83,7 @@ from decode_rows import (
 from paths import check_paths
 from probe import Probe, Shown, compare_logits, explain, same_bits
 from tqdm import tqdm
+from waiting import check_again, wait_for_each
 from xla_alone import PlainPlacement, PlainTransformer
 
 from kvjax.advice import GB, cell_bytes
@@ -161,10 +162,17 @@ BUDGET_MIB = flags.DEFINE_list(
 )
 DTYPE = flags.DEFINE_enum("dtype", "bfloat16", CACHE_DTYPES, "Of the cache's cells.")
 TOKENS = flags.DEFINE_integer(
-    "tokens", 16, "Tokens of a timed run, which waits at its end only.", lower_bound=1
+    "tokens",
+    32,
+    "Tokens of a timed run, which waits at its end only. It begins with a full ring, "
+    "which few tokens share.",
+    lower_bound=1,
 )
 WAITING = flags.DEFINE_integer(
-    "waiting", 4, "Tokens after it, each waited for.", lower_bound=0
+    "waiting",
+    4,
+    "Tokens out of its midst, drawn again and each waited for.",
+    lower_bound=0,
 )
 REPEATS = flags.DEFINE_integer(
     "repeats", 2, "A/B/B/A rounds: each arm runs twice in one.", lower_bound=1
@@ -468,13 +476,10 @@ class Bench:
                 program.step, warm.drawn[-1], warm.cache, self.effort.tokens
             )
             end = counts(ring)
-            drawn, cache, waiting_s = [*warm.drawn, *timed.drawn], timed.cache, []
-            for _ in range(self.effort.waiting):
-                one = run_steps(program.step, drawn[-1], cache, 1)
-                waiting_s.append(one.seconds)
-                drawn, cache = drawn + one.drawn, one.cache
             after = device_memory(device)
-        self.caches[program.placement] = cache
+            self.caches[program.placement] = timed.cache
+            drawn = [*warm.drawn, *timed.drawn]
+            waiting_s = self.wait(program, arm, case, drawn)
         return Run(
             step_s=timed.seconds / self.effort.tokens,
             waiting_s=waiting_s,
@@ -486,9 +491,29 @@ class Bench:
             used_bytes=after.total_bytes - after.free_bytes,
         )
 
-    def rewound(self, program: Program, case: Case) -> Cache:
+    def wait(
+        self, program: Program, arm: Arm, case: Case, drawn: list[jax.Array]
+    ) -> list[float]:
+        """Seconds of steps that are each waited for."""
+        if self.effort.waiting == 0:
+            return []
+        waited = wait_for_each(
+            program.step,
+            program.first,
+            drawn,
+            lambda steps: self.rewound(program, case, steps),
+            self.effort.waiting,
+        )
+        self.caches[program.placement] = waited.cache
+        if not arm.plain:
+            check_again(arm, drawn, waited)
+        return waited.seconds
+
+    def rewound(self, program: Program, case: Case, steps: int = 0) -> Cache:
+        """The cache as it was after so many of a run's steps."""
         place = program.placement
-        return rewind(place, self.caches[place], case.lengths)
+        lengths = [length + steps for length in case.lengths]
+        return rewind(place, self.caches[place], lengths)
 
     def feed(self, program: Program, case: Case, tokens: np.ndarray) -> np.ndarray:
         """What a program draws if it is fed these tokens [steps, B], not its own."""

@@ -42,7 +42,7 @@ class Effort:
     @property
     def cells(self) -> int:
         """That a run adds to each sequence."""
-        return WARMUP + self.tokens + self.waiting
+        return WARMUP + max(self.tokens, self.waiting)
 
 
 def mesh_sizes(values: Sequence[str]) -> list[int]:

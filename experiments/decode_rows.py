@@ -93,7 +93,7 @@ class Run(NamedTuple):
     @property
     def steps(self) -> int:
         """That were timed."""
-        return len(self.tokens) - WARMUP - len(self.waiting_s)
+        return len(self.tokens) - WARMUP
 
 
 class Parting(NamedTuple):

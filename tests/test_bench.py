@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import waiting
 from attention_arms import BitsDiffer, attend_all, check_bits, draw_inputs, place
 from commit import is_commit
 from copy_then_attend import copy_then_attend
@@ -28,10 +29,11 @@ from experiments.decode_rows import (
     unsteady,
     verdict,
 )
+from kvjax.cache.state import Cache
 from kvjax.config import MIB, RingConfig
 from kvjax.delivery.placement import make_mesh
 from kvjax.delivery.plan import smallest_slot
-from kvjax.measurement import WARMUP, random_cache, rewind
+from kvjax.measurement import WARMUP, random_cache, rewind, run_steps
 from kvjax.model.transformer import ModelConfig, random_model, split
 
 ROOT = Path(__file__).parents[1]
@@ -85,8 +87,8 @@ REFUSED = {
     ),
     "slot": (["--arms=ordered", "--slot_mib=0.01"], "slot_bytes must hold one block"),
     "no tail": (
-        ["--arms=ordered", "--cells=100", "--device_cells=128"],
-        "ordered +128 cannot run at 100 cells x 1: all cells lie on the device",
+        ["--arms=ordered", "--cells=90", "--device_cells=128"],
+        "ordered +128 cannot run at 90 cells x 1: all cells lie on the device",
     ),
     "block": (["--device_cells=100"], "multiple of the block of 128"),
     "cells": (["--device_cells=-1"], "--device_cells must be numbers or half"),
@@ -174,6 +176,32 @@ def test_lists_of_settings_are_one_run_that_tells_which_rings_decline(bench):
         assert "a ring needs 2 slots of 262144 bytes" in row["reason"]
         assert row["label"] in bench["lists_shown"]
         assert f"declined: {row['reason']}" in bench["lists_shown"]
+
+
+def test_tokens_waited_for_are_drawn_again_from_the_midst_of_a_run():
+    stepped = []
+
+    def step(tokens, cache):
+        stepped.append(int(cache.lengths[0]))
+        return tokens * 3 + cache.lengths, cache._replace(lengths=cache.lengths + 1)
+
+    def rewound(steps):
+        return Cache(
+            None, None, jnp.array([100 + steps]), jnp.zeros((1, 2), jnp.uint32)
+        )
+
+    first = jnp.array([7])
+    drawn = run_steps(step, first, rewound(0), WARMUP + 9).drawn
+    for count, begin in ((4, 2), (9, 0), (20, 0)):
+        stepped.clear()
+        waited = waiting.wait_for_each(step, first, drawn, rewound, count)
+        assert stepped == [*range(100 + begin, 100 + begin + WARMUP + count)]
+        assert (len(waited.seconds), waited.begin) == (count, begin)
+        waiting.check_again(ORDERED, drawn, waited)
+        other = [*drawn[:5], drawn[5] + 1, *drawn[6:]]
+        differ = waiting.TokensDiffer
+        with pytest.raises(differ, match="ordered drew other tokens while each was"):
+            waiting.check_again(ORDERED, other, waited)
 
 
 def test_logits_of_all_arms_are_compared_to_the_bit(bench):

@@ -252,7 +252,7 @@ def test_what_all_arms_pin_together_is_checked_by_hand(monkeypatch):
         32768, 1, False, cases.Effort(tokens=16, waiting=4, repeats=1)
     )
     meshes = {size: make_mesh({"tp": size}) for size in sizes}
-    # 32,790 cells are 257 blocks, 32,896 cells of 32 layers x 8 heads x 256 x 2 bytes:
+    # 32,786 cells are 257 blocks, 32,896 cells of 32 layers x 8 heads x 256 x 2 bytes:
     # 4,311,744,512 on one device, half of that on each of two. Both arms share a cache.
     on_first, on_host = 6_467_616_768, 8_623_489_024
     room = {"free_device_bytes": 1 << 50, "available_host_bytes": on_host}
