@@ -267,7 +267,7 @@ def run(
     theirs = (
         {}
         if against is None
-        else read_theirs(against, facts, cases, sizes, effort.cells)
+        else read_theirs(against, facts, cases, sizes, WARMUP + effort.tokens)
     )
     declines = {
         case: agreement.together(

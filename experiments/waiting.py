@@ -1,4 +1,4 @@
-"""Steps of a run once more, each waited for: what a loop pays that reads every token."""
+"""Steps of a run again, each waited for: what a loop pays that reads every token."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -59,4 +59,6 @@ def check_again(arm: Arm, drawn: Sequence[jax.Array], waited: Waited) -> None:
     """Raises TokensDiffer unless the steps drew what the run had drawn."""
     for before, now in zip(drawn[waited.begin :], waited.drawn, strict=False):
         if not np.array_equal(np.asarray(before), np.asarray(now)):
-            raise TokensDiffer(f"{arm.label} drew other tokens while each was waited for")
+            raise TokensDiffer(
+                f"{arm.label} drew other tokens while each was waited for"
+            )

@@ -93,7 +93,7 @@ REFUSED = {
     "block": (["--device_cells=100"], "multiple of the block of 128"),
     "cells": (["--device_cells=-1"], "--device_cells must be numbers or half"),
     "number": (["--cells=many"], "--cells must be numbers, got ['many']"),
-    "capacity": (["--cells=100", "--capacity=110"], "must be at least 122"),
+    "capacity": (["--cells=100", "--capacity=110"], "must be at least 134"),
     "memory": (["--cells=1000000000"], "of pinned memory for each device"),
     "model": (["--model=/none"], "there is no /none"),
     "json": (["--json=/none/out.json"], "--json must be a file in a folder"),

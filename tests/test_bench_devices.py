@@ -29,10 +29,10 @@ from kvjax.measurement import WARMUP
 from kvjax.model.transformer import ModelConfig
 
 SIZES = (1, 2, 4)
-STEPS = WARMUP + 3 + 1
+STEPS = WARMUP + 3
 # Eight heads, four layers; untied, for a random tied model repeats its input.
 CASE = ("--geometry=sharded-demo", "--cells=200", "--batch=2", "--ragged")
-EFFORT = ("--tokens=3", "--waiting=1", "--repeats=1", "--slot_mib=0.25")
+EFFORT = ("--tokens=3", "--waiting=4", "--repeats=1", "--slot_mib=0.25")
 CELL = 4 * 8 * (64 + 64) * 2  # bytes of a cell in all layers, bfloat16
 
 REFUSED = {
