@@ -4,7 +4,6 @@
 #include "attention_gpu.h"
 
 namespace kvjax {
-namespace {
 
 // The spans of a launch. count 0: every sequence of a layer without a tail.
 struct SpanTable {
@@ -29,6 +28,8 @@ struct Params {
                            : int(int64_t(s.num_seqs) * s.capacity / kBlock);
   }
 };
+
+namespace {
 
 // What is at hand: one sequence's span, one kv head, a tile of query rows.
 struct Work {

@@ -18,12 +18,11 @@
 #include <climits>
 #include <type_traits>
 
-#include "attention_spans.cuh"
+#include "attention_choice.h"
 
 namespace kvjax {
 namespace {
 
-constexpr int kThreads = kBlock;
 constexpr int kWarps = kThreads / 32;
 static_assert(kWarps == kChains, "a warp for each chain");
 
@@ -37,8 +36,8 @@ constexpr int kValueBytes = 16 << 10;                    // of values in shared 
 
 // Bytes from one staged key to the next: an odd number of pieces, so that a piece of
 // eight keys falls on all banks.
-__host__ __device__ inline int StagedRow(const AttentionShape& s, int element) {
-  return (s.head_dim * element / kPiece | 1) * kPiece;
+__host__ __device__ constexpr int StagedRow(int head_dim, int element) {
+  return (head_dim * element / kPiece | 1) * kPiece;
 }
 
 // Of one load of matrices a thread multiplies `elements` by as many floats of each of a
@@ -80,7 +79,7 @@ struct Shared {
   // Of the keys, or the sums in their place.
   __host__ __device__ static int KeyBytes(const AttentionShape& s, int element,
                                           bool run) {
-    const int keys = kBlock * StagedRow(s, element) + kMatrices * kPiece;
+    const int keys = kBlock * StagedRow(s.head_dim, element) + kMatrices * kPiece;
     return run ? max(keys, SumFloats(s) * 4) : keys;
   }
   __host__ __device__ static int Bytes(const AttentionShape& s, int element, bool run) {
@@ -301,7 +300,9 @@ __device__ float QuadSum(const float (&parts)[kRows][2]) {
 
 // ------------------------------------------------------------------ a tile
 
-template <typename E, int VEC, int R>
+// `whole`: heads of 32 VEC elements and records of a key and a value of those alone.
+// The compiler then knows all sizes.
+template <typename E, int VEC, int R, bool whole = false>
 class Tile {
  public:
   const Shared<R> shared;
@@ -313,21 +314,27 @@ class Tile {
         s_(p.s),
         head_(head),
         first_row_(first_row),
-        pieces_(p.s.head_dim * int(sizeof(E)) / kPiece),
+        pieces_(head_dim() * int(sizeof(E)) / kPiece),
         cells_on_(kThreads / pieces_),
         first_cell_(threadIdx.x / pieces_),
         first_piece_(threadIdx.x % pieces_),
-        record_(p.s.record_size * int(sizeof(E))),
-        value_at_((p.s.head_dim + lane() * VEC) * int(sizeof(E))),
-        lane_holds_(lane() * VEC < p.s.value_dim) {
-    const int pieces = p.s.value_dim * int(sizeof(E)) / kPiece;
+        record_((whole ? 2 * kSize : p.s.record_size) * int(sizeof(E))),
+        value_at_((head_dim() + lane() * VEC) * int(sizeof(E))),
+        lane_holds_(lane() * VEC < value_dim()) {
+    const int pieces = value_dim() * int(sizeof(E)) / kPiece;
     values_on_ = 32 / pieces;
     staged_copies_ = 32 % pieces == 0 ? kStaged * pieces / 32 : 0;
     const int cell = lane() / pieces, piece = lane() % pieces * kPiece;
     staged_from_ = cell * kChains * p.s.num_kv_heads * record_ +
-                   p.s.head_dim * int(sizeof(E)) + piece;
+                   head_dim() * int(sizeof(E)) + piece;
     staged_to_ = (cell * kThreads + warp() * 32) * Piece::kBytes + piece;
   }
+
+  static __host__ __device__ bool IsWhole(const AttentionShape& s) {
+    return s.head_dim == kSize && s.value_dim == kSize && s.record_size == 2 * kSize;
+  }
+  __device__ int head_dim() const { return whole ? kSize : s_.head_dim; }
+  __device__ int value_dim() const { return whole ? kSize : s_.value_dim; }
 
   // A sequence's queries, scaled. A barrier comes before they are read.
   __device__ void LoadQueries(int seq);
@@ -370,12 +377,13 @@ class Tile {
 
   // Value i of the tile [R, Hv], of the block at hand.
   __device__ float Value(int i) const {
-    const int stride = R * s_.value_dim;
+    const int stride = R * value_dim();
     const float* sums = shared.sums + i;
     return ChainSum(sums[0], sums[stride], sums[2 * stride], sums[3 * stride]);
   }
 
  private:
+  static constexpr int kSize = 32 * VEC;  // of a whole head
   static constexpr int kRowsAtOnce = Shared<R>::kRowsAtOnce;
   static constexpr int kHeld = R / kRowsAtOnce;  // rows of a thread's scores
   static constexpr int kPer = Word<E>::kElements * kMatrices;  // elements a load
@@ -453,18 +461,18 @@ class Tile {
   Piece under_way_[kAhead] = {};
 };
 
-template <typename E, int VEC, int R>
-__device__ void Tile<E, VEC, R>::LoadQueries(int seq) {
+template <typename E, int VEC, int R, bool whole>
+__device__ void Tile<E, VEC, R, whole>::LoadQueries(int seq) {
   const float scale = QueryScale(s_.scale, s_.soft_cap);
   const int group = s_.group();
-  const int64_t first = int64_t(seq) * s_.num_new * s_.num_heads * s_.head_dim;
+  const int64_t first = int64_t(seq) * s_.num_new * s_.num_heads * head_dim();
   if (threadIdx.x < R) {
     const int row = first_row_ + int(threadIdx.x);
     const int32_t* const where = p_.b.where + int64_t(seq) * s_.num_new;
     shared.place[threadIdx.x] = row < p_.num_rows ? where[row / group] : -1;
   }
   constexpr int kElements = Word<E>::kElements, kInPiece = kPiece / int(sizeof(E));
-  for (int h = threadIdx.x; h < s_.head_dim; h += kThreads) {
+  for (int h = threadIdx.x; h < head_dim(); h += kThreads) {
     const int piece = h / kInPiece, t = h % kInPiece / kElements;
     const int in_load = piece % kMatrices * kElements + h % kElements;
     float* to =
@@ -474,7 +482,7 @@ __device__ void Tile<E, VEC, R>::LoadQueries(int seq) {
     for (int r = 0; r < R; ++r) {
       const int row = first_row_ + r, token = row / group;
       const int n = head_ * group + row - token * group;
-      const int64_t at = first + int64_t(token * s_.num_heads + n) * s_.head_dim + h;
+      const int64_t at = first + int64_t(token * s_.num_heads + n) * head_dim() + h;
       if (row >= p_.num_rows) continue;
       x[r] = s_.query_type == Type::kF32
                  ? static_cast<const float*>(p_.b.q)[at]
@@ -488,8 +496,8 @@ __device__ void Tile<E, VEC, R>::LoadQueries(int seq) {
   }
 }
 
-template <typename E, int VEC, int R>
-__device__ void Tile<E, VEC, R>::Enter(const Span& span) {
+template <typename E, int VEC, int R, bool whole>
+__device__ void Tile<E, VEC, R, whole>::Enter(const Span& span) {
   const int32_t* const where = p_.b.where + int64_t(span.seq) * s_.num_new;
   next_.stride = s_.num_kv_heads * record_;
   // May lie before all memory; it is not read before the span's first cell.
@@ -507,8 +515,8 @@ __device__ void Tile<E, VEC, R>::Enter(const Span& span) {
   }
 }
 
-template <typename E, int VEC, int R>
-__device__ void Tile<E, VEC, R>::Find(const Span& span, int block) {
+template <typename E, int VEC, int R, bool whole>
+__device__ void Tile<E, VEC, R, whole>::Find(const Span& span, int block) {
   const int c = threadIdx.x, first_cell = block * kBlock;
   const int left = EndCell(s_, span.length) - first_cell;
   turn_ ^= 1;
@@ -548,8 +556,8 @@ __device__ void Tile<E, VEC, R>::Find(const Span& span, int block) {
   __syncthreads();  // all sources are there
 }
 
-template <typename E, int VEC, int R>
-__device__ void Tile<E, VEC, R>::LoadKeys(bool more) {
+template <typename E, int VEC, int R, bool whole>
+__device__ void Tile<E, VEC, R, whole>::LoadKeys(bool more) {
   if (more && next_.plain != nullptr) CopyKeys<true>();
   if (more && next_.plain == nullptr) CopyKeys<false>();
   __pipeline_commit();
@@ -557,10 +565,10 @@ __device__ void Tile<E, VEC, R>::LoadKeys(bool more) {
 
 // A key's pieces to neighbouring threads; zeros where a cell is masked. (One bulk copy
 // a key, Hopper's, is no faster: its engine takes about 60 cycles for each.)
-template <typename E, int VEC, int R>
+template <typename E, int VEC, int R, bool whole>
 template <bool kPlain>
-__device__ void Tile<E, VEC, R>::CopyKeys() {
-  const int row = StagedRow(s_, sizeof(E));
+__device__ void Tile<E, VEC, R, whole>::CopyKeys() {
+  const int row = StagedRow(head_dim(), sizeof(E));
   const int pieces_on = kThreads - cells_on_ * pieces_;
   int c = first_cell_, piece = first_piece_;
   char* to = shared.keys + c * row + piece * kPiece;
@@ -584,16 +592,16 @@ __device__ void Tile<E, VEC, R>::CopyKeys() {
   }
 }
 
-template <typename E, int VEC, int R>
-__device__ void Tile<E, VEC, R>::LoadValues() {
+template <typename E, int VEC, int R, bool whole>
+__device__ void Tile<E, VEC, R, whole>::LoadValues() {
 #pragma unroll
   for (int first = 0; first < kAhead; first += kStep) LoadStep(now_, first, first);
 }
 
 // Starts copying the staged values of the block at hand, a warp its own chain's; what
 // was there is summed.
-template <typename E, int VEC, int R>
-__device__ void Tile<E, VEC, R>::StageValues() {
+template <typename E, int VEC, int R, bool whole>
+__device__ void Tile<E, VEC, R, whole>::StageValues() {
   if (now_.plain != nullptr && staged_copies_ > 0) {
     const char* from = now_.template At<true>(ChainCell(kAhead)) + staged_from_;
     EvenCopies{from, shared.values + staged_to_, values_on_ * kChains * now_.stride,
@@ -616,8 +624,9 @@ __device__ void Tile<E, VEC, R>::StageValues() {
 }
 
 // Loads values first .. first + kStep - 1 of a block's chain.
-template <typename E, int VEC, int R>
-__device__ void Tile<E, VEC, R>::LoadStep(const Cells& cells, int first, int slot) {
+template <typename E, int VEC, int R, bool whole>
+__device__ void Tile<E, VEC, R, whole>::LoadStep(const Cells& cells, int first,
+                                                 int slot) {
   if (!lane_holds_) return;
   if (cells.plain != nullptr) {
     const char* source = cells.At<true>(ChainCell(first)) + value_at_;
@@ -639,12 +648,12 @@ __device__ void Tile<E, VEC, R>::LoadStep(const Cells& cells, int first, int slo
 }
 
 // Adds the products of the first kPieces pieces of one load of each of the warp's keys.
-template <typename E, int VEC, int R>
+template <typename E, int VEC, int R, bool whole>
 template <int kPieces>
-__device__ void Tile<E, VEC, R>::Multiply(
+__device__ void Tile<E, VEC, R, whole>::Multiply(
     int load, int held, float (&sums)[kMatrixGroups][kRowsAtOnce][2]) const {
   constexpr int kElements = Word<E>::kElements;
-  const int row = StagedRow(s_, sizeof(E));
+  const int row = StagedRow(head_dim(), sizeof(E));
   const char* key = shared.keys + (warp() * (kBlock / kWarps) + lane() % kCells) * row +
                     (load * kMatrices + lane() / kCells) * kPiece;
   const float* queries =
@@ -672,14 +681,15 @@ __device__ void Tile<E, VEC, R>::Multiply(
   }
 }
 
-template <typename E, int VEC, int R>
-__device__ void Tile<E, VEC, R>::Score() {
+template <typename E, int VEC, int R, bool whole>
+__device__ void Tile<E, VEC, R, whole>::Score() {
   __pipeline_wait_prior(1);  // values may be under way yet
   __syncthreads();  // all threads' pieces of the keys are there, and the queries
 #pragma unroll
   for (int held = 0; held < kHeld; ++held) {
     float sums[kMatrixGroups][kRowsAtOnce][2] = {};
     int load = 0;
+#pragma unroll(whole ? 4 : 1)
     for (; load < pieces_ / kMatrices; ++load) Multiply<kMatrices>(load, held, sums);
     switch (pieces_ % kMatrices) {
       case 1: Multiply<1>(load, held, sums); break;
@@ -698,8 +708,9 @@ __device__ void Tile<E, VEC, R>::Score() {
 }
 
 // Keeps the scores of cells that the row's query sees, and the warp's largest.
-template <typename E, int VEC, int R>
-__device__ void Tile<E, VEC, R>::Mask(int held, const float (&x)[kMatrixGroups]) {
+template <typename E, int VEC, int R, bool whole>
+__device__ void Tile<E, VEC, R, whole>::Mask(int held,
+                                             const float (&x)[kMatrixGroups]) {
   const int row = RowOf(held), place = shared.place[row];
   const int low = place < 0 ? INT_MAX : (s_.window > 0 ? place - s_.window : -1);
   const bool sees_all = now_.plain != nullptr && now_.first_cell > low;
@@ -719,8 +730,8 @@ __device__ void Tile<E, VEC, R>::Mask(int held, const float (&x)[kMatrixGroups])
   if (lane() < 4 && writes()) shared.warp_max[warp() * R + row] = m;
 }
 
-template <typename E, int VEC, int R>
-__device__ void Tile<E, VEC, R>::Weigh() {
+template <typename E, int VEC, int R, bool whole>
+__device__ void Tile<E, VEC, R, whole>::Weigh() {
 #pragma unroll
   for (int held = 0; held < kHeld; ++held) {
     const int r = RowOf(held);
@@ -740,8 +751,8 @@ __device__ void Tile<E, VEC, R>::Weigh() {
 }
 
 // The rest of the tree.
-template <typename E, int VEC, int R>
-__device__ void Tile<E, VEC, R>::SumWeights() {
+template <typename E, int VEC, int R, bool whole>
+__device__ void Tile<E, VEC, R, whole>::SumWeights() {
 #pragma unroll
   for (int held = 0; held < kHeld; ++held) {
     float sum = weight_[held];
@@ -752,9 +763,9 @@ __device__ void Tile<E, VEC, R>::SumWeights() {
   }
 }
 
-template <typename E, int VEC, int R>
-__device__ void Tile<E, VEC, R>::SumCell(const Piece& value, int c,
-                                         float (&sums)[R][VEC]) const {
+template <typename E, int VEC, int R, bool whole>
+__device__ void Tile<E, VEC, R, whole>::SumCell(const Piece& value, int c,
+                                                float (&sums)[R][VEC]) const {
   float v[VEC], p[R];
   value.Widen(v);
   LoadFloats<R>(shared.p + c * R, p);
@@ -767,10 +778,10 @@ __device__ void Tile<E, VEC, R>::SumCell(const Piece& value, int c,
 
 // Cells first .. first + kStep - 1 of the chain, whose values are value(0) to
 // value(kStep - 1).
-template <typename E, int VEC, int R>
+template <typename E, int VEC, int R, bool whole>
 template <typename Values>
-__device__ void Tile<E, VEC, R>::SumStep(int first, const Values& value,
-                                         float (&sums)[R][VEC]) const {
+__device__ void Tile<E, VEC, R, whole>::SumStep(int first, const Values& value,
+                                                float (&sums)[R][VEC]) const {
   if (ChainCell(first + kStep - 1) < now_.num_cells) {
 #pragma unroll
     for (int i = 0; i < kStep; ++i) SumCell(value(i), ChainCell(first + i), sums);
@@ -785,9 +796,9 @@ __device__ void Tile<E, VEC, R>::SumStep(int first, const Values& value,
 
 // The chain's part that is in registers, from cell `first` on; then what comes into
 // them next.
-template <typename E, int VEC, int R>
-__device__ void Tile<E, VEC, R>::SumAhead(int first, int then, bool more,
-                                          float (&sums)[R][VEC]) {
+template <typename E, int VEC, int R, bool whole>
+__device__ void Tile<E, VEC, R, whole>::SumAhead(int first, int then, bool more,
+                                                 float (&sums)[R][VEC]) {
 #pragma unroll
   for (int i = 0; i < kAhead; i += kStep) {
     SumStep(first + i, [&](int j) { return under_way_[i + j]; }, sums);
@@ -799,8 +810,8 @@ __device__ void Tile<E, VEC, R>::SumAhead(int first, int then, bool more,
   }
 }
 
-template <typename E, int VEC, int R>
-__device__ void Tile<E, VEC, R>::Sum(bool more) {
+template <typename E, int VEC, int R, bool whole>
+__device__ void Tile<E, VEC, R, whole>::Sum(bool more) {
   __syncthreads();  // all weights are there
   SumWeights();
   float sums[R][VEC] = {};
@@ -817,9 +828,9 @@ __device__ void Tile<E, VEC, R>::Sum(bool more) {
     SumAhead(first, first + kAhead, more, sums);
   }
   if (lane_holds_) {
-    float* to = shared.sums + warp() * R * s_.value_dim + lane() * VEC;
+    float* to = shared.sums + warp() * R * value_dim() + lane() * VEC;
 #pragma unroll
-    for (int r = 0; r < R; ++r) StoreFloats<VEC>(sums[r], to + r * s_.value_dim);
+    for (int r = 0; r < R; ++r) StoreFloats<VEC>(sums[r], to + r * value_dim());
   }
   __syncthreads();  // all chains are there
 }

@@ -1,6 +1,6 @@
 """The GPU's attention kernels without a GPU: their threads as fibers on a host.
 
-tests/simt plays CUDA for ops/attention.cu: random cells and steps give the bits of the
+tests/simt plays CUDA for ops/attention*.cu: random cells and steps give the bits of the
 cpu platform's attention, and a kernel with one barrier less gives others.
 """
 
@@ -14,7 +14,7 @@ import pytest
 from driver_build import OPS, ROOT, compiler
 
 SIMT = ROOT / "tests" / "simt"
-KERNELS = ("attention.cu", "attention_fold.cuh", "attention_spans.cuh")
+KERNELS = ("attention_fold.cuh", "attention_kernels.cuh", "attention_spans.cuh")
 KERNELS += ("attention_tile.cuh",)
 SETTINGS = ("-std=c++17", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-w")
 SEEDS = 60

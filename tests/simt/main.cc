@@ -1,4 +1,4 @@
-// The GPU's attention on a host: kernels of ops/attention.cu over random cells and
+// The GPU's attention on a host: kernels of ops/attention*.cu over random cells and
 // steps, compared bit by bit with AttendSpans (ops/attention_cpu.cc).
 //
 //   simt --first=0 --seeds=200        prints a verdict, exits with 1 if one is bad
@@ -12,6 +12,8 @@
 #include <vector>
 
 #include "attention.cu"
+#include "attention_bf16.cu"
+#include "attention_f32.cu"
 
 namespace kvjax {
 namespace {
