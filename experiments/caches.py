@@ -37,7 +37,7 @@ def cache_with(
     )
     lengths = jax.device_put(np.array(lengths, np.int32), where.lengths)
     stamp = jnp.zeros((placement.mesh.size, 2), jnp.uint32, device=where.stamp)
-    return Cache(device, tail, lengths, stamp)
+    return Cache(device, tail, lengths, stamp, placement.config.layout)
 
 
 def ring_of(depth: int, budget_mib: float, slot_mib: float | None) -> RingConfig:

@@ -115,6 +115,13 @@ class CacheConfig:
             return (int(self.device_cells),) * self.num_layers
         return self.device_cells
 
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """What a cache's parts can't tell by their shapes: cells of a sequence, then
+        those on the device in each layer.
+        """
+        return (self.num_cells, *self.layer_device_cells)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RingConfig:

@@ -443,10 +443,15 @@ def _check_cache(placement: Placement, cache: Cache, num_prompts: int) -> None:
             f"the cache holds {num_seqs} sequences, got {num_prompts} prompts: give "
             "each sequence one"
         )
+    wanted_tree = placement.cache_shardings()
+    if jax.tree.structure(cache) != jax.tree.structure(wanted_tree):
+        raise ValueError(
+            f"the cache has the layout {cache.layout} (cells of a sequence, then those "
+            f"on the device in each layer), its placement {placement.config.layout}: "
+            "make caches with init_cache, reset them with reset"
+        )
     for held, wanted in zip(
-        jax.tree.leaves(cache),
-        jax.tree.leaves(placement.cache_shardings()),
-        strict=True,
+        jax.tree.leaves(cache), jax.tree.leaves(wanted_tree), strict=True
     ):
         if not held.sharding.is_equivalent_to(wanted, held.ndim):
             raise ValueError(

@@ -26,7 +26,7 @@ from jaxtyping import Array, Int
 from kvjax.advice import Costs, cell_bytes
 from kvjax.cache.state import Cache, LayerCells, layer_extents
 from kvjax.config import MIB, RingConfig
-from kvjax.delivery import ffi
+from kvjax.delivery import ffi, reference
 from kvjax.delivery.allocate import init_cache
 from kvjax.delivery.placement import Placement
 from kvjax.generate import GREEDY, Decoder
@@ -180,7 +180,7 @@ def random_cache(placement: Placement, lengths: Sequence[int], seed: int = 0) ->
     is the same each time.
 
     Raises:
-      ValueError: the host cannot hold the tails.
+      ValueError: as init_cache does.
     """
     cache = init_cache(placement)
     parts = [cache.device, cache.tail]
@@ -191,7 +191,8 @@ def random_cache(placement: Placement, lengths: Sequence[int], seed: int = 0) ->
                 parts[p] = _store(placement)(parts[p], extent.first, cells)
         jax.block_until_ready(parts)  # a layer at a time: drawing takes memory
     device, tail = parts
-    return Cache(device, tail, _lengths(placement, lengths), cache.stamp)
+    held = _lengths(placement, lengths)
+    return cache._replace(device=device, tail=tail, lengths=held)
 
 
 @functools.cache  # one compilation for all layers
@@ -213,7 +214,9 @@ def _draw(placement: Placement, on_device: int):
 @functools.cache
 def _store(placement: Placement):
     """A jitted (part, first, cells [B, S, K, R]) -> the part, those at row `first`."""
-    return jax.jit(functools.partial(ffi.store, placement), donate_argnums=0)
+    native = placement.backend == "native"
+    store = functools.partial(ffi.store, placement) if native else reference.store
+    return jax.jit(store, donate_argnums=0)
 
 
 def _lengths(placement: Placement, lengths: Sequence[int]) -> Int[Array, " B"]:

@@ -7,8 +7,8 @@
 
 A *cell* holds one token's keys and values of one layer. A *record* is one cell of one
 key/value head: the key vector, the value vector, padding to 16 bytes. A *row* is a
-step's new record. A *part* of a layer is its cells on the device or its tail in host
-memory.
+step's new record. A *part* of a cache is what lies on the device, or the tail, which
+lies in host memory.
 """
 
 BLOCK = 128  # cells reduced together; parts and segments end at block borders

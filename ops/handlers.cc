@@ -40,10 +40,10 @@ Status CheckExtent(const ffi::AnyBuffer& part, const Extent& extent,
   KVJAX_RETURN_IF_ERROR(CheckRank(part, "a part", 3));
   KVJAX_RETURN_IF_ERROR(CheckRank(rows, "rows", 4));
   const auto p = part.dimensions(), r = rows.dimensions();
-  const bool fits = p[1] == r[2] && p[2] == r[3] &&
-                    part.element_type() == rows.element_type() && extent.first >= 0 &&
-                    extent.num_cells > 0 &&
-                    extent.first + r[0] * extent.num_cells <= p[0];
+  const bool fits =
+      p[1] == r[2] && p[2] == r[3] && part.element_type() == rows.element_type() &&
+      extent.first >= 0 && extent.first <= p[0] && extent.num_cells > 0 &&
+      extent.num_cells <= (p[0] - extent.first) / std::max<int64_t>(r[0], 1);
   if (fits) return Status::Ok();
   return Status::Invalid("rows " + Text(rows) + " don't fit " +
                          std::to_string(extent.num_cells) + " cells a sequence from " +
@@ -55,9 +55,18 @@ Status NoRing() { return Status::Invalid("there is no such ring"); }
 }  // namespace
 
 Status MakePlan(const BeginAttrs& attrs, const ffi::AnyBuffer& tokens,
-                const ffi::AnyBuffer& tail, StepPlan* plan) {
+                const ffi::Buffer<ffi::S32>& lengths,
+                const ffi::Buffer<ffi::U32>& stamp, const ffi::AnyBuffer& tail,
+                StepPlan* plan) {
   KVJAX_RETURN_IF_ERROR(CheckRank(tokens, "tokens", 2));
   KVJAX_RETURN_IF_ERROR(CheckRank(tail, "the tail", 3));
+  if (int64_t(lengths.element_count()) != tokens.dimensions()[0] ||
+      stamp.element_count() != 2) {
+    return Status::Invalid("begin got tokens " + Text(tokens) + ", " +
+                           std::to_string(lengths.element_count()) + " lengths and " +
+                           std::to_string(stamp.element_count()) +
+                           " words of a stamp of 2");
+  }
   if (attrs.first_cells.size() != attrs.tail_layers.size() ||
       attrs.attend_layers.size() != attrs.attend_windows.size()) {
     return Status::Invalid("begin needs a first cell a layer and a window an attend");
@@ -98,6 +107,10 @@ Status MakeShape(const AttendOperands& operands, const AttendAttrs& attrs,
     }
     const ffi::AnyBuffer part = *operands.parts.get<ffi::AnyBuffer>(num_parts++);
     KVJAX_RETURN_IF_ERROR(CheckExtent(part, extent, operands.rows));
+  }
+  if (num_parts == 0 || num_parts != operands.parts.size()) {
+    return Status::Invalid("attend got " + std::to_string(operands.parts.size()) +
+                           " parts, the layer lies in " + std::to_string(num_parts));
   }
   *shape = {};
   shape->num_seqs = int32_t(q[0]);

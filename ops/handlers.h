@@ -35,7 +35,9 @@ struct BeginAttrs {
 
 // A step's plan out of begin's operands; lengths are filled in by the caller.
 Status MakePlan(const BeginAttrs& attrs, const ffi::AnyBuffer& tokens,
-                const ffi::AnyBuffer& tail, StepPlan* plan);
+                const ffi::Buffer<ffi::S32>& lengths,
+                const ffi::Buffer<ffi::U32>& stamp, const ffi::AnyBuffer& tail,
+                StepPlan* plan);
 
 // A layer within a part [rows, K, R]: cell s of sequence b is row
 // first + b * num_cells + s.
@@ -68,8 +70,8 @@ AttendCall MakeCall(const AttendOperands& operands, const AttentionShape& shape,
 Status CheckAppend(const ffi::AnyBuffer& part, const Extent& extent,
                    const ffi::AnyBuffer& rows, const ffi::Buffer<ffi::S32>& where);
 
-// The error of an attend that never came to its launches. The program ends with it, and
-// XLA frees its tails: what was sent is joined to `compute` first.
+// The error of an op that never came to its launches. The program ends with it, and XLA
+// frees its tail: what was sent is joined to `compute` first.
 ffi::Error AbortStep(Ring& ring, Stream compute, const Status& status);
 
 // Whether a C symbol succeeded; if not, why goes to `reason`, cut to `size` bytes.

@@ -66,7 +66,7 @@ ffi::Error Begin(int32_t device, ffi::AnyBuffer tokens, ffi::Buffer<ffi::S32> le
   StepPlan plan;
   const BeginAttrs attrs{ring_id,     num_cells,     tail_layers,
                          first_cells, attend_layers, attend_windows};
-  const Status made = MakePlan(attrs, tokens, tail, &plan);
+  const Status made = MakePlan(attrs, tokens, lengths, stamp, tail, &plan);
   if (!made.ok()) return ToError(made);
   plan.lengths.assign(lengths.typed_data(),
                       lengths.typed_data() + lengths.element_count());

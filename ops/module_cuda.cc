@@ -56,7 +56,7 @@ ffi::Error Begin(cudaStream_t stream, int32_t device, ffi::AnyBuffer tokens,
   StepPlan plan;
   const BeginAttrs attrs{ring_id,     num_cells,     tail_layers,
                          first_cells, attend_layers, attend_windows};
-  Status status = MakePlan(attrs, tokens, tail, &plan);
+  Status status = MakePlan(attrs, tokens, lengths, stamp, tail, &plan);
   if (!status.ok()) return ToError(status);
   const auto ring = RingOf(ring_id, device);
   int32_t* words = TransportOf(*ring).words();

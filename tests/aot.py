@@ -144,7 +144,8 @@ def abstract_cache(placement: Placement) -> Cache:
     device, tail = cache_bytes(config, placement.stored_heads)
     lengths = array((config.batch_size,), jnp.int32, where.lengths)
     stamp = array((placement.mesh.size, 2), jnp.uint32, where.stamp)
-    return Cache(part(device, where.device), part(tail, where.tail), lengths, stamp)
+    parts = part(device, where.device), part(tail, where.tail)
+    return Cache(*parts, lengths, stamp, config.layout)
 
 
 def arguments(case: Case, placement: Placement) -> tuple[dict, dict]:

@@ -556,6 +556,7 @@ def test_a_row_takes_the_place_of_the_cell_that_where_names():
             ffi.append(placement, cache.tail, tail, new, in_tail, ticket),
             cache.lengths,
             stamp,
+            cache.layout,
         )
         out, ticket = ffi.attend(
             placement, 0, q[0], new, cache, where, ticket, scale=case.scale
@@ -650,6 +651,10 @@ def call(
         (
             dict(extent_of=lambda extent: extent._replace(first=128)),
             r"don't fit 1280 cells a sequence from 128 on in a part \[1280,2,128\]",
+        ),
+        (
+            dict(extent_of=lambda extent: extent._replace(num_cells=2**62)),
+            r"don't fit 4611686018427387904 cells a sequence from 0 on",
         ),
     ],
     ids=str,

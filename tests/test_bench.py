@@ -186,11 +186,9 @@ def test_tokens_waited_for_are_drawn_again_from_the_midst_of_a_run():
         return tokens * 3 + cache.lengths, cache._replace(lengths=cache.lengths + 1)
 
     def rewound(steps):
-        return Cache(
-            None, None, jnp.array([100 + steps]), jnp.zeros((1, 2), jnp.uint32)
-        )
+        return Cache(None, None, jnp.array([100 + steps]), no_stamp, (128, 128))
 
-    first = jnp.array([7])
+    first, no_stamp = jnp.array([7]), jnp.zeros((1, 2), jnp.uint32)
     drawn = run_steps(step, first, rewound(0), WARMUP + 9).drawn
     for count, begin in ((4, 2), (9, 0), (20, 0)):
         stepped.clear()

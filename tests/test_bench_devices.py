@@ -275,6 +275,12 @@ def test_what_all_arms_pin_together_is_checked_by_hand(monkeypatch):
     room["free_device_bytes"] -= 1
     with pytest.raises(ValueError, match="needs 24.1 GB of device memory"):
         check(7)
+    # XLA's arm is split out of a whole cache: for a time there are two.
+    arms[:] = [cases.Arm(name="xla", device_cells="0")]
+    room.update(available_host_bytes=1 << 50, free_device_bytes=1 << 50)
+    check(9)
+    with pytest.raises(ValueError, match="needs 8623489024 bytes of pinned memory"):
+        check(8)
 
 
 # Heads, soak, all in one command

@@ -158,7 +158,7 @@ def test_layers_lie_one_behind_another_in_each_part():
         (Extent(1024, 128), Extent(1024, 384)),
     ]
     rows = [np.arange(256.0 * n).reshape(n, 2, 128) for n in (1280, 1792)]
-    cache = Cache(*rows, None, None)
+    cache = Cache(*rows, None, None, config.layout)
     found = [layer_cells(config, cache, layer) for layer in range(3)]
     assert [tuple(x is not None for x in cells) for cells in found] == [
         (False, True), (True, False), (True, True)

@@ -1,6 +1,8 @@
 """What is refused: each message says what was wanted, what came, what to do."""
 
+import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,7 @@ from steps import (
 from tolerance import assert_close, assert_same_bits
 
 from kvjax.cache.formats import encode
-from kvjax.cache.state import Cache, reset
+from kvjax.cache.state import Cache, layer_extents, reset
 from kvjax.config import MAX_BUDGET_BYTES, CacheConfig, RingConfig
 from kvjax.delivery import ffi
 from kvjax.delivery.allocate import POOL_LIMIT, footprint, init_cache
@@ -339,6 +341,63 @@ def test_a_step_refuses_layers_and_windows_that_are_not_there(tiny):
                     tiny, cache, x, order=(layer,), listed=((0, None),), window=window
                 )[0]
             )
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_a_cache_of_another_placement_is_refused(backend):
+    """Also where all its arrays have the right shapes."""
+    facts = dict(num_layers=2, batch_size=2, capacity=512)
+    own = placement_of(ring_id=23, device_cells=(128, 256), **facts)
+    own = dataclasses.replace(own, backend=backend)
+    cache, x = init_cache(own), inputs(own)
+    swapped = placement_of(ring_id=23, device_cells=(256, 128), **facts)
+    others = [
+        dataclasses.replace(swapped, backend=backend),
+        replaced(own, device_cells=0),
+        dataclasses.replace(own, config=dataclasses.replace(own.config, capacity=256)),
+    ]
+    for other in others:
+        told = re.escape(str(other.config.layout))
+        with pytest.raises(
+            ValueError, match=rf"got device .*\(512, 128, 256\).*{told}"
+        ):
+            jax.eval_shape(lambda other=other: Step.begin(other, cache, x.tokens)[0])
+    for change in (dict(tail=None), dict(lengths=cache.lengths[:1])):
+        odd = cache._replace(**change)
+        with pytest.raises(ValueError, match="the cache is of another placement"):
+            jax.eval_shape(lambda odd=odd: Step.begin(own, odd, x.tokens)[0])
+    jax.eval_shape(lambda: Step.begin(own, cache, x.tokens)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda c: dict(lengths=c.lengths[:1]), "1 lengths and 2 words"),
+        (lambda c: dict(stamp=c.stamp[:, :1]), "2 lengths and 1 words"),
+        (lambda c: dict(tail=c.tail[:128]), "should have 512 rows"),
+    ],
+    ids=["lengths", "stamp", "tail"],
+)
+def test_begin_refuses_operands_of_another_batch(tiny, change, text):
+    placement = replaced(tiny, device_cells=0)
+    cache, x = init_cache(placement), inputs(placement)
+
+    def begin(cache, tokens):
+        return ffi.begin(placement, tokens, cache, ((0, None),))[1]
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+        jax.block_until_ready(jax.jit(begin)(cache._replace(**change(cache)), x.tokens))
+
+
+def test_rows_of_another_batch_are_refused(tiny):
+    cache, x = init_cache(tiny), inputs(tiny)
+    rows = encode(tiny.config, x.k[0], x.v[0])
+    where, ticket = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
+    extent = layer_extents(tiny.config)[0].device
+    with pytest.raises(ValueError, match="holds 2 sequences, got rows .1, 1, 1,"):
+        ffi.append(tiny, cache.device, extent, rows[:1], where, ticket)
+    with pytest.raises(ValueError, match="holds 2 sequences, got rows .1, 1, 1,"):
+        ffi.attend(tiny, 0, x.q[0][:1], rows[:1], cache, where, ticket, scale=1.0)
 
 
 def test_an_attend_without_begin_is_refused(tiny):

@@ -332,6 +332,9 @@ def test_cells_that_were_moved_are_refused():
     moved = cache._replace(tail=jax.device_put(cache.tail, on_device))
     with pytest.raises(ValueError, match="init_cache"):
         generate(decoder(3), moved, PROMPTS, max_new_tokens=1)
+    other = cache._replace(layout=(2 * cache.layout[0], *cache.layout[1:]))
+    with pytest.raises(ValueError, match="layout .* its placement .*init_cache"):
+        generate(decoder(3), other, PROMPTS, max_new_tokens=1)
 
 
 HOT = Sampling(temperature=1.5, top_k=50, top_p=0.95, seed=5)

@@ -1,5 +1,6 @@
 """What measures and what it is measured with, on the emulated device."""
 
+import dataclasses
 import hashlib
 import time
 
@@ -108,6 +109,17 @@ def test_random_cells_are_the_same_bits_wherever_they_lie(device_cells, capacity
     first, second = drawn[:2]
     assert not np.array_equal(first, second)
     assert not np.array_equal(first[0], first[1])
+
+
+@pytest.mark.parametrize("device_cells", [0, 128])
+def test_random_cells_need_no_native_library(device_cells, monkeypatch):
+    native = placement_of(ring_id=706, batch_size=2, device_cells=device_cells)
+    plain = dataclasses.replace(native, backend="reference")
+    wanted = random_cache(native, [7, 300])
+    monkeypatch.setattr(ffi, "library", lambda platform: None)
+    got = random_cache(plain, [7, 300])
+    for one, other in zip(parts(wanted), parts(got), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
 @pytest.mark.parametrize("devices", [2, 8])

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
@@ -18,13 +19,22 @@ class Cache(NamedTuple):
         part   layer 0: sequence 0, sequence 1, ... | layer 1: sequence 0, ...
 
     A sequence's tokens lie in cells 0 to lengths - 1. The stamp belongs to delivery: an
-    operation on the cache that is not a step sets it to 0.
+    operation on the cache that is not a step sets it to 0. The layout is its config's,
+    static: part of a program, no leaf of the tree.
     """
 
     device: Float[Array, "device_rows K R"] | None
     tail: Float[Array, "tail_rows K R"] | None
     lengths: Int[Array, " B"]
     stamp: UInt32[Array, "devices 2"]
+    layout: tuple[int, ...]
+
+
+jax.tree_util.register_dataclass(
+    Cache,
+    data_fields=["device", "tail", "lengths", "stamp"],
+    meta_fields=["layout"],
+)
 
 
 class Extent(NamedTuple):

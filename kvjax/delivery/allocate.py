@@ -107,7 +107,7 @@ def init_cache(
         placement.config.batch_size, jnp.int32, device=shardings.lengths
     )
     stamp = jnp.zeros((placement.mesh.size, 2), jnp.uint32, device=shardings.stamp)
-    return Cache(*parts, lengths, stamp)
+    return Cache(*parts, lengths, stamp, placement.config.layout)
 
 
 def _problem(placement: Placement) -> str:

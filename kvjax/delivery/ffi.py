@@ -249,6 +249,7 @@ def append(
       where: Cell of each row within the extent; -1 drops the row.
       ticket: Orders this call behind begin and earlier attends.
     """
+    _check_rows(placement, rows)
     op, attrs = "append_device", _numbers("", extent)
     if jax.typeof(part).memory_space == jax.memory.Space.Host:
         op, attrs = "append_ring", attrs | dict(ring_id=np.int64(placement.ring_id))
@@ -275,7 +276,8 @@ def store(
 ) -> Float[Array, "part_rows K R"]:
     """Writes cells into a part from row `first` on, outside a step: no ring is told.
 
-    In place if the outermost jit donates the part, in either memory.
+    In place if the outermost jit donates the part, in either memory. Rows beyond the
+    part are dropped.
     """
     rows = cells.reshape(1, -1, *cells.shape[2:])
     where = first + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
@@ -291,6 +293,14 @@ def store(
         in_specs=(placement.part_spec, placement.head_spec, P(), P()),
         out_specs=placement.part_spec,
     )(part, rows, where, jnp.zeros(1, jnp.int32))
+
+
+def _check_rows(placement: Placement, rows: Array) -> None:
+    num_seqs = placement.config.batch_size
+    if rows.shape[0] != num_seqs:
+        raise ValueError(
+            f"the cache holds {num_seqs} sequences, got rows {list(rows.shape)}"
+        )
 
 
 def _numbers(prefix: str, extent: Extent) -> dict[str, np.int64]:
@@ -329,6 +339,7 @@ def attend(
       window: A query at cell p sees cells above p - window only.
       soft_cap: Scores become soft_cap * tanh(score / soft_cap).
     """
+    _check_rows(placement, rows)
     value_dim = placement.config.value_dim
     extents = layer_extents(placement.config)[layer]
     attrs = _numbers("device_", extents.device) | dict(

@@ -97,6 +97,7 @@ class Placement:
             tail=tail if min(each) < all_cells else None,
             lengths=self.sharding(P()),
             stamp=self.sharding(self.device_spec),
+            layout=self.config.layout,
         )
 
     def constrain(self, x: Array, spec: P) -> Array:

@@ -32,6 +32,18 @@ def append(
     return jax.lax.dynamic_update_slice(part, cells, (extent.first, 0, 0))
 
 
+def store(
+    part: Float[Array, "part_rows K R"],
+    first: Int[Array, ""],
+    cells: Float[Array, "B S K R"],
+) -> Float[Array, "part_rows K R"]:
+    """Writes cells into a part from row `first` on, all of which must fit."""
+    rows = cells.reshape(-1, *cells.shape[2:])
+    if _is_host(part):
+        rows = jax.device_put(rows, jax.memory.Space.Host)
+    return jax.lax.dynamic_update_slice(part, rows, (first, 0, 0))
+
+
 def attend(
     config: CacheConfig,
     q: Float[Array, "B T N H"],

@@ -8,13 +8,15 @@
 All of it is traced inside the caller's jit, which donates the cache.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.formats import encode
-from kvjax.cache.state import Cache, Extent, layer_extents
+from kvjax.cache.state import Cache, Extent, cache_bytes, layer_extents
 from kvjax.config import check_range
 from kvjax.delivery import ffi, reference
 from kvjax.delivery.placement import Placement
@@ -65,10 +67,11 @@ class Step:
           step.
 
         Raises:
-          ValueError: tokens or num_new aren't of the cache's batch, or `attends` names
-            what the cache hasn't.
+          ValueError: the cache is not of this placement, tokens or num_new aren't of
+            its batch, or `attends` names what it hasn't.
         """
         num_seqs, width = tokens.shape
+        _check_cache(placement, cache)
         _check_batch(placement, tokens, num_new)
         if num_new is None:
             num_new = jnp.full(num_seqs, width, jnp.int32)
@@ -191,6 +194,28 @@ def _begin(
     passed = tokens, num_new, cache.lengths
     tokens, num_new, lengths = jax.lax.optimization_barrier(passed)
     return tokens, num_new, cache._replace(lengths=lengths), ticket
+
+
+def _check_cache(placement: Placement, cache: Cache) -> None:
+    """A part's shape doesn't tell whose its rows are: the layout must match."""
+    config = placement.config
+    row = placement.stored_heads, config.record_size
+    sizes = zip((cache.device, cache.tail), cache_bytes(config, row[0]), strict=True)
+    fits = cache.layout == config.layout and cache.lengths.shape == (config.batch_size,)
+    for part, num_bytes in sizes:
+        num_rows = num_bytes // (math.prod(row) * config.itemsize)
+        wanted = ((num_rows, *row), config.dtype) if num_rows else None
+        fits &= wanted == (None if part is None else (part.shape, part.dtype.name))
+    if not fits:
+        got = ", ".join(
+            f"{name} {'none' if x is None else f'{x.dtype.name}{list(x.shape)}'}"
+            for name, x in zip(("device", "tail", "lengths"), cache, strict=False)
+        )
+        raise ValueError(
+            f"the cache is of another placement: got {got}, cells of a sequence and on "
+            f"the device in each layer {cache.layout}; the placement's are "
+            f"{config.layout}. Make caches with init_cache(placement)"
+        )
 
 
 def _check_batch(placement: Placement, tokens: Array, num_new: Array | None) -> None:
