@@ -9,7 +9,6 @@ writes FOLDER/CASE.json, a `Compiled`, for each case.
 
 import dataclasses
 import json
-import math
 import os
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
 
-from kvjax.cache.state import Cache, cache_bytes
+from kvjax.cache.state import Cache, part_rows
 from kvjax.config import CacheConfig
 from kvjax.delivery import ffi
 from kvjax.delivery.placement import Placement, make_mesh
@@ -135,13 +134,11 @@ def abstract_cache(placement: Placement) -> Cache:
     """A cache of shapes."""
     config, where = placement.config, placement.cache_shardings()
 
-    row = placement.stored_heads, config.record_size
+    def part(num_rows: int, sharding: NamedSharding | None):
+        shape = num_rows, placement.stored_heads, config.record_size
+        return sharding and array(shape, config.dtype, sharding)
 
-    def part(num_bytes: int, sharding: NamedSharding | None):
-        num_rows = num_bytes // (math.prod(row) * config.itemsize)
-        return sharding and array((num_rows, *row), config.dtype, sharding)
-
-    device, tail = cache_bytes(config, placement.stored_heads)
+    device, tail = part_rows(config)
     lengths = array((config.batch_size,), jnp.int32, where.lengths)
     stamp = array((placement.mesh.size, 2), jnp.uint32, where.stamp)
     parts = part(device, where.device), part(tail, where.tail)

@@ -102,6 +102,12 @@ def cells_of(
     return rows.reshape(num_seqs, extent.num_cells, *part.shape[1:])
 
 
+def part_rows(config: CacheConfig) -> tuple[int, int]:
+    """Rows of (the device part, the tail)."""
+    each = [config.batch_size * cells for cells in config.layer_device_cells]
+    return sum(each), config.batch_size * config.num_cells * len(each) - sum(each)
+
+
 def layer_bytes(config: CacheConfig, layer: int, num_heads: int) -> tuple[int, int]:
     """Bytes of (device part, tail) of a layer that stores `num_heads` heads."""
     cell = config.batch_size * num_heads * config.record_size * config.itemsize

@@ -1,6 +1,5 @@
 """Makes a cache: what it will take, whether the host has that, then the memory."""
 
-import math
 import os
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from kvjax.cache.state import Cache, cache_bytes
+from kvjax.cache.state import Cache, cache_bytes, part_rows
 from kvjax.delivery import agreement, ffi
 from kvjax.delivery.placement import Placement
 
@@ -96,13 +95,13 @@ def init_cache(
     agreement.check_placement(placement)
     agreement.check_none(_problem(placement))
     shardings = placement.cache_shardings()
-    sizes = cache_bytes(placement.config, placement.stored_heads)
-    made, parts = 0, []
-    for size, sharding in zip(sizes, (shardings.device, shardings.tail), strict=True):
-        parts.append(jax.block_until_ready(_zeros(placement, size, sharding)))
-        made += size
+    total = sum(cache_bytes(placement.config, placement.stored_heads))
+    made, parts, where = 0, [], (shardings.device, shardings.tail)
+    for num_rows, sharding in zip(part_rows(placement.config), where, strict=True):
+        parts.append(jax.block_until_ready(_zeros(placement, num_rows, sharding)))
+        made += 0 if parts[-1] is None else parts[-1].nbytes
         if progress is not None:
-            progress(made, sum(sizes))
+            progress(made, total)
     lengths = jnp.zeros(
         placement.config.batch_size, jnp.int32, device=shardings.lengths
     )
@@ -122,14 +121,13 @@ def _problem(placement: Placement) -> str:
 
 
 def _zeros(
-    placement: Placement, num_bytes: int, sharding: NamedSharding | None
+    placement: Placement, num_rows: int, sharding: NamedSharding | None
 ) -> jax.Array | None:
     """One part. A tail is filled from the host: XLA would make it on the device."""
     if sharding is None:
         return None
     config = placement.config
-    row = (placement.stored_heads, config.record_size)
-    shape = (num_bytes // (math.prod(row) * config.itemsize), *row)
+    shape = (num_rows, placement.stored_heads, config.record_size)
     if sharding.memory_kind != "pinned_host":
         return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)(
             shape, config.dtype

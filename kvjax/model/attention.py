@@ -8,15 +8,13 @@
 All of it is traced inside the caller's jit, which donates the cache.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.formats import encode
-from kvjax.cache.state import Cache, Extent, cache_bytes, layer_extents
+from kvjax.cache.state import Cache, Extent, layer_extents, part_rows
 from kvjax.config import check_range
 from kvjax.delivery import ffi, reference
 from kvjax.delivery.placement import Placement
@@ -200,10 +198,9 @@ def _check_cache(placement: Placement, cache: Cache) -> None:
     """A part's shape doesn't tell whose its rows are: the layout must match."""
     config = placement.config
     row = placement.stored_heads, config.record_size
-    sizes = zip((cache.device, cache.tail), cache_bytes(config, row[0]), strict=True)
     fits = cache.layout == config.layout and cache.lengths.shape == (config.batch_size,)
-    for part, num_bytes in sizes:
-        num_rows = num_bytes // (math.prod(row) * config.itemsize)
+    parts = cache.device, cache.tail
+    for part, num_rows in zip(parts, part_rows(config), strict=True):
         wanted = ((num_rows, *row), config.dtype) if num_rows else None
         fits &= wanted == (None if part is None else (part.shape, part.dtype.name))
     if not fits:
