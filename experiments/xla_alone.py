@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.formats import decode, encode
-from kvjax.cache.state import Cache, cells_of, layer_extents
+from kvjax.cache.state import Cache, layer_cells
 from kvjax.delivery.placement import Placement
 from kvjax.model.transformer import Transformer
 
@@ -37,12 +37,10 @@ class PlainPlacement(Placement):
 
     def split(self, cache: Cache) -> Cache:
         """The cells of a cache of the placement `whole`, copied."""
-        tail, config = np.asarray(cache.tail), self.config
+        held = cache._replace(tail=np.asarray(cache.tail))
         tails = tuple(
-            jax.device_put(cells_of(tail, extents.tail, config.batch_size), where)
-            for extents, where in zip(
-                layer_extents(config), self.cache_shardings().tail, strict=True
-            )
+            jax.device_put(layer_cells(self.config, held, layer).tail, where)
+            for layer, where in enumerate(self.cache_shardings().tail)
         )
         return cache._replace(tail=tails)
 

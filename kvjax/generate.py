@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from kvjax.cache.state import Cache
 from kvjax.config import check_range
-from kvjax.delivery.placement import Placement
+from kvjax.delivery.placement import Placement, check_cache
 from kvjax.model.transformer import Transformer, split
 
 NO_TOKEN = -1
@@ -443,15 +443,11 @@ def _check_cache(placement: Placement, cache: Cache, num_prompts: int) -> None:
             f"the cache holds {num_seqs} sequences, got {num_prompts} prompts: give "
             "each sequence one"
         )
-    wanted_tree = placement.cache_shardings()
-    if jax.tree.structure(cache) != jax.tree.structure(wanted_tree):
-        raise ValueError(
-            f"the cache has the layout {cache.layout} (cells of a sequence, then those "
-            f"on the device in each layer), its placement {placement.config.layout}: "
-            "make caches with init_cache, reset them with reset"
-        )
+    check_cache(placement, cache)
     for held, wanted in zip(
-        jax.tree.leaves(cache), jax.tree.leaves(wanted_tree), strict=True
+        jax.tree.leaves(cache),
+        jax.tree.leaves(placement.cache_shardings()),
+        strict=True,
     ):
         if not held.sharding.is_equivalent_to(wanted, held.ndim):
             raise ValueError(

@@ -99,18 +99,17 @@ Status MakeShape(const AttendOperands& operands, const AttendAttrs& attrs,
   KVJAX_RETURN_IF_ERROR(CheckRank(operands.q, "q", 4));
   KVJAX_RETURN_IF_ERROR(CheckRank(operands.rows, "rows", 4));
   const auto q = operands.q.dimensions(), rows = operands.rows.dimensions();
-  size_t num_parts = 0;
-  for (const Extent& extent : {operands.device, operands.tail}) {
-    if (extent.num_cells == 0) continue;
-    if (num_parts == operands.parts.size()) {
-      return Status::Invalid("attend lacks a part");
-    }
-    const ffi::AnyBuffer part = *operands.parts.get<ffi::AnyBuffer>(num_parts++);
-    KVJAX_RETURN_IF_ERROR(CheckExtent(part, extent, operands.rows));
-  }
+  const size_t num_parts =
+      (operands.device.num_cells != 0) + (operands.tail.num_cells != 0);
   if (num_parts == 0 || num_parts != operands.parts.size()) {
     return Status::Invalid("attend got " + std::to_string(operands.parts.size()) +
                            " parts, the layer lies in " + std::to_string(num_parts));
+  }
+  size_t i = 0;
+  for (const Extent& extent : {operands.device, operands.tail}) {
+    if (extent.num_cells == 0) continue;
+    const ffi::AnyBuffer part = *operands.parts.get<ffi::AnyBuffer>(i++);
+    KVJAX_RETURN_IF_ERROR(CheckExtent(part, extent, operands.rows));
   }
   *shape = {};
   shape->num_seqs = int32_t(q[0]);

@@ -414,9 +414,8 @@ def test_an_attend_that_no_begin_planned_is_refused_by_its_ring(tiny):
 
     @jax.jit
     def attend():
-        return ffi.attend(never_used, 0, x.q[0], rows, cache, where, ticket, scale=1.0)[
-            0
-        ]
+        given = x.q[0], rows, cache, where, ticket
+        return ffi.attend(never_used, 0, *given, scale=1.0)[0]
 
     with pytest.raises(
         jax.errors.JaxRuntimeError,

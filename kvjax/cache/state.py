@@ -118,8 +118,9 @@ def layer_bytes(config: CacheConfig, layer: int, num_heads: int) -> tuple[int, i
 def cache_bytes(config: CacheConfig, num_heads: int | None = None) -> tuple[int, int]:
     """Bytes of (device parts, tails) of all layers; of K heads, or of `num_heads`."""
     heads = config.num_kv_heads if num_heads is None else num_heads
-    layers = [layer_bytes(config, i, heads) for i in range(config.num_layers)]
-    return sum(b[0] for b in layers), sum(b[1] for b in layers)
+    device, tail = part_rows(config)
+    row = heads * config.record_size * config.itemsize
+    return device * row, tail * row
 
 
 def reset(cache: Cache, sequence: int | None = None) -> Cache:

@@ -253,19 +253,7 @@ def append(
     op, attrs = "append_device", _numbers("", extent)
     if jax.typeof(part).memory_space == jax.memory.Space.Host:
         op, attrs = "append_ring", attrs | dict(ring_id=np.int64(placement.ring_id))
-
-    def local(part, rows, where, ticket):
-        result = jax.typeof(part)  # carries the host memory space
-        return _call(op, result, {0: 0}, (part, rows, where, ticket), **attrs)
-
-    cells = placement.part_spec
-    call = _manual(
-        placement,
-        local,
-        in_specs=(cells, placement.head_spec, P(), placement.device_spec),
-        out_specs=cells,
-    )
-    return call(part, rows, where, ticket)
+    return _write(placement, op, attrs, part, rows, where, ticket)
 
 
 def store(
@@ -282,17 +270,30 @@ def store(
     rows = cells.reshape(1, -1, *cells.shape[2:])
     where = first + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
     attrs = _numbers("", Extent(0, part.shape[0]))
+    ticket = jnp.zeros(placement.mesh.size, jnp.int32)
+    return _write(placement, "append_device", attrs, part, rows, where, ticket)
 
+
+def _write(
+    placement: Placement,
+    op: str,
+    attrs: dict[str, np.int64],
+    part: Array,
+    rows: Array,
+    where: Array,
+    ticket: Array,
+) -> Array:
     def local(part, rows, where, ticket):
-        operands = part, rows, where, ticket
-        return _call("append_device", jax.typeof(part), {0: 0}, operands, **attrs)
+        result = jax.typeof(part)  # carries the host memory space
+        return _call(op, result, {0: 0}, (part, rows, where, ticket), **attrs)
 
-    return _manual(
+    call = _manual(
         placement,
         local,
-        in_specs=(placement.part_spec, placement.head_spec, P(), P()),
+        in_specs=(placement.part_spec, placement.head_spec, P(), placement.device_spec),
         out_specs=placement.part_spec,
-    )(part, rows, where, jnp.zeros(1, jnp.int32))
+    )
+    return call(part, rows, where, ticket)
 
 
 def _check_rows(placement: Placement, rows: Array) -> None:

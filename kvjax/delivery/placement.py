@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from kvjax.cache.state import Cache, cache_bytes
+from kvjax.cache.state import Cache, cache_bytes, part_rows
 from kvjax.config import CacheConfig, check_range
 
 BACKENDS = ("native", "reference")
@@ -150,6 +150,32 @@ def stored_heads(num_heads: int, num_kv_heads: int, axis_size: int) -> int:
     """
     check_heads(num_heads, num_kv_heads, axis_size)
     return max(num_kv_heads, axis_size)
+
+
+def check_cache(placement: Placement, cache: Cache) -> None:
+    """Raises ValueError unless a cache is of this placement. Where its arrays lie is
+    not looked at: they may be traced.
+
+    A part's shape doesn't tell whose its rows are: the layout must match, too.
+    """
+    config = placement.config
+    row = placement.stored_heads, config.record_size
+    fits = cache.layout == config.layout and cache.lengths.shape == (config.batch_size,)
+    parts = cache.device, cache.tail
+    for part, num_rows in zip(parts, part_rows(config), strict=True):
+        wanted = ((num_rows, *row), config.dtype) if num_rows else None
+        fits &= wanted == (None if part is None else (part.shape, part.dtype.name))
+    if not fits:
+        got = ", ".join(
+            f"{name} {'none' if x is None else f'{x.dtype.name}{list(x.shape)}'}"
+            for name, x in zip(("device", "tail", "lengths"), cache, strict=False)
+        )
+        raise ValueError(
+            f"the cache is of another placement: got {got}, layout {cache.layout} "
+            "(cells of a sequence, then those on the device in each layer); its "
+            f"placement has {config.layout}: make caches with init_cache, reset them "
+            "with reset"
+        )
 
 
 def device_bytes(placement: Placement) -> tuple[int, int]:

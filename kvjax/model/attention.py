@@ -14,10 +14,10 @@ from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.formats import encode
-from kvjax.cache.state import Cache, Extent, layer_extents, part_rows
+from kvjax.cache.state import Cache, Extent, layer_extents
 from kvjax.config import check_range
 from kvjax.delivery import ffi, reference
-from kvjax.delivery.placement import Placement
+from kvjax.delivery.placement import Placement, check_cache
 
 
 class Step:
@@ -69,7 +69,7 @@ class Step:
             its batch, or `attends` names what it hasn't.
         """
         num_seqs, width = tokens.shape
-        _check_cache(placement, cache)
+        check_cache(placement, cache)
         _check_batch(placement, tokens, num_new)
         if num_new is None:
             num_new = jnp.full(num_seqs, width, jnp.int32)
@@ -192,27 +192,6 @@ def _begin(
     passed = tokens, num_new, cache.lengths
     tokens, num_new, lengths = jax.lax.optimization_barrier(passed)
     return tokens, num_new, cache._replace(lengths=lengths), ticket
-
-
-def _check_cache(placement: Placement, cache: Cache) -> None:
-    """A part's shape doesn't tell whose its rows are: the layout must match."""
-    config = placement.config
-    row = placement.stored_heads, config.record_size
-    fits = cache.layout == config.layout and cache.lengths.shape == (config.batch_size,)
-    parts = cache.device, cache.tail
-    for part, num_rows in zip(parts, part_rows(config), strict=True):
-        wanted = ((num_rows, *row), config.dtype) if num_rows else None
-        fits &= wanted == (None if part is None else (part.shape, part.dtype.name))
-    if not fits:
-        got = ", ".join(
-            f"{name} {'none' if x is None else f'{x.dtype.name}{list(x.shape)}'}"
-            for name, x in zip(("device", "tail", "lengths"), cache, strict=False)
-        )
-        raise ValueError(
-            f"the cache is of another placement: got {got}, cells of a sequence and on "
-            f"the device in each layer {cache.layout}; the placement's are "
-            f"{config.layout}. Make caches with init_cache(placement)"
-        )
 
 
 def _check_batch(placement: Placement, tokens: Array, num_new: Array | None) -> None:
